@@ -40,16 +40,20 @@ results: .venv/dev.installed  ## README's table, docs/results.md, docs/report.ht
 # Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.
 .venv/%.installed: pyproject.toml constraints.txt | same-python
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"rlcore needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}; use make PYTHON=..." if v < (3, 11) else 0)'
-	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
+	@test -x $(BIN)/python || { echo "Making .venv"; $(PYTHON) -m venv .venv && touch .venv/new; }
 	@echo "Asking pip's index for torch"
 	@$(PIP) install --quiet --dry-run --no-deps --only-binary :all: -c constraints.txt torch \
-		|| { echo "pip finds no $$(grep ^torch= constraints.txt) for $$($(BIN)/python --version) on this machine: use make PYTHON=..." >&2; exit 1; }
+		|| { echo "pip finds no $$(grep ^torch= constraints.txt) for $$($(BIN)/python --version) on this machine: use make PYTHON=..." >&2; \
+			test ! -e .venv/new || rm -r .venv; exit 1; }
+	@rm -f .venv/new
 	@echo "Installing rlcore[$*] into .venv; the first time takes minutes, most of them for torch"
 	@$(PIP) install -c constraints.txt -e '.[$*]'
 	@touch $@
 
-# An interpreter that was asked for is the one of .venv, or this says so.
+# An interpreter that was asked for runs, and is the one of .venv, or this says so.
 same-python:
+	@test -x $(BIN)/python -a "$(origin PYTHON)" = file || $(PYTHON) --version >/dev/null 2>&1 \
+		|| { echo "$(PYTHON) does not run: install it, or use make PYTHON=..." >&2; exit 1; }
 ifneq ($(origin PYTHON),file)
 	@test ! -x $(BIN)/python || test "$$($(BIN)/python --version)" = "$$($(PYTHON) --version)" \
 		|| { echo ".venv has $$($(BIN)/python --version), $(PYTHON) is $$($(PYTHON) --version): remove .venv first" >&2; exit 1; }

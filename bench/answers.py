@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlcore.bench.compare import difference, disturbance
 from rlcore.bench.record import CaseResult, Record
-from rlcore.bench.statistics import difference
 from rlcore.bench.summary import is_ours, median, outcomes, peer_comparisons, unit
-from rlcore.bench.table import ResultTable
+from rlcore.bench.tables import ResultTable
 from rlcore.bench.text import count, rate, seconds, words
 
 PHASES = ("generate", "old_logprob", "update", "sync", "switch", "reward")
@@ -92,10 +92,11 @@ def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, Rep
     if cell.result is None or first.result is None:
         return "" if is_same_device else f"{ratio:.3g} times {name}"
     found = difference(first.result, cell.result)
-    if found.is_about_equal(ratio):
+    reason = disturbance(found, first.result, cell.result) if is_same_device else ""
+    if found.is_about_equal(ratio) and not reason:
         return f"about equal to {name}"
-    if found.hides(ratio) and (is_same_device or math.isfinite(found.noise)):
-        return f"cannot be told from {name}"
+    if reason or (found.hides(ratio) and (is_same_device or math.isfinite(found.noise))):
+        return ": ".join(filter(None, (f"cannot be told from {name}", reason)))
     return f"{ratio:.3g} times {name}"
 
 

@@ -1,76 +1,45 @@
-"""Charts as inline SVG. Colours are classes (``s0`` to ``s6``), which the page gives in light and dark.
-
-Okabe and Ito's colours can be told apart by the colour-blind; lines differ in their marks as well.
-"""
+"""The geometry of curves over two logarithmic axes, in pixels; the report's template draws them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
-_WIDTH, _HEIGHT = 360, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 24, 10, 40
-_COLOURS = 7
+WIDTH, HEIGHT = 360, 210
+LEFT, RIGHT, TOP, BOTTOM = 44, WIDTH - 24, 10, HEIGHT - 40
 _MOST_TICKS = 5
+_PREFIXES = (
+    (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"),
+)  # fmt: skip
+
+Point = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
 
 
-def bar(share: float, colour: int) -> str:
-    """A horizontal bar of ``share`` of its width; what is more than 1 is cut, for the text says it."""
-    width = 100 * min(1.0, max(0.0, share))
-    return (
-        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-        '<rect class="track" width="100" height="10"/>'
-        f'<rect class="s{colour % _COLOURS}" width="{width:.2f}" height="10"/></svg>'
-    )
+class Curves(NamedTuple):
+    """Everything that the template draws."""
+
+    ticks: list[tuple[float, str]]
+    """Places on the horizontal axis, and their texts."""
+    levels: list[tuple[float, str]]
+    """The same on the vertical axis."""
+    lines: list[Line]
 
 
-def stack(parts: Sequence[float]) -> str:
-    """A bar of parts one behind the other, in the colours of their order."""
-    total, at, found = sum(parts) or 1.0, 0.0, []
-    for colour, part in enumerate(parts):
-        width = 100 * part / total
-        found.append(f'<rect class="s{colour % _COLOURS}" x="{at:.2f}" width="{width:.2f}" height="10"/>')
-        at += width
-    return (
-        '<svg class="bar tall" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-        f"{''.join(found)}</svg>"
-    )
-
-
-def curves(lines: Sequence[Line], *, x_title: str, y_title: str) -> str:
-    """Lines over two logarithmic axes; every value is positive."""
+def curves(lines: Sequence[Line]) -> Curves:
+    """Return the lines in pixels; every value is positive."""
     xs, ys = (sorted({point[axis] for line in lines for point in line.points}) for axis in (0, 1))
-    across = _Scale(xs[0], xs[-1], _LEFT, _WIDTH - _RIGHT)
     levels = _round_values(ys[0], ys[-1])
-    up = _Scale(levels[0], levels[-1], _HEIGHT - _BOTTOM, _TOP)
-    parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{up(level):.1f}" y2="{up(level):.1f}"/>'
-        f'<text class="tick" x="{_LEFT - 5}" y="{up(level) + 3.5:.1f}" text-anchor="end">{_short(level)}</text>'
-        for level in levels
-    ]
-    parts += [
-        f'<text class="tick" x="{across(x):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{_short(x)}</text>'
-        for x in xs[:: math.ceil(len(xs) / _MOST_TICKS)]
-    ]
-    for colour, line in enumerate(lines):
-        at = [(across(x), up(y)) for x, y in sorted(line.points)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-        parts.append(f'<polyline class="l{colour % _COLOURS}" points="{path}"/>')
-        parts += [_dot(x, y, colour) for x, y in at]
-    title = f"{y_title} over {x_title}: {', '.join(line.name for line in lines)}"
-    return (
-        f'<svg class="curves" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">'
-        f"{''.join(parts)}"
-        f'<text class="axis" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">'
-        f"{escape(x_title)}</text></svg>"
+    across, up = _Scale(xs[0], xs[-1], LEFT, RIGHT), _Scale(levels[0], levels[-1], BOTTOM, TOP)
+    return Curves(
+        [(across(x), _short(x)) for x in xs[:: math.ceil(len(xs) / _MOST_TICKS)]],
+        [(up(level), _short(level)) for level in levels],
+        [Line(line.name, [(across(x), up(y)) for x, y in sorted(line.points)]) for line in lines],
     )
 
 
@@ -82,7 +51,7 @@ class _Scale:
         self._start, self._length = start, end - start
 
     def __call__(self, value: float) -> float:
-        return self._start + self._length * (math.log(value) - self._low) / self._span
+        return round(self._start + self._length * (math.log(value) - self._low) / self._span, 1)
 
 
 def _round_values(low: float, high: float) -> list[float]:
@@ -98,36 +67,10 @@ def _round_values(low: float, high: float) -> list[float]:
     )
 
 
-def _dot(x: float, y: float, colour: int) -> str:
-    kind = f'class="s{colour % _COLOURS}"'
-    if colour % 3 == 1:
-        return f'<rect {kind} x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6"/>'
-    if colour % 3 == 2:
-        return f'<path {kind} d="M{x:.1f} {y - 4:.1f}L{x + 4:.1f} {y + 3:.1f}H{x - 4:.1f}Z"/>'
-    return f'<circle {kind} cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-
-
-def legend_mark(colour: int) -> str:
-    """The mark of a line or of a part of a stack, for the text beside it."""
-    return f'<svg class="key" viewBox="0 0 10 10" aria-hidden="true">{_dot(5, 5, colour)}</svg>'
-
-
-def square(colour: int) -> str:
-    return (
-        f'<svg class="key" viewBox="0 0 10 10" aria-hidden="true"><rect class="s{colour % _COLOURS}" width="10" '
-        'height="10"/></svg>'
-    )
-
-
 def _short(value: float) -> str:
     if value < 10_000 and value == int(value):
         return str(int(value))
     if value == int(value) and int(value).bit_count() == 1:  # sizes in bytes and tokens
         return f"{value / 2**20:g}Mi" if value >= 2**20 else f"{value / 1024:g}Ki"
-    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g}{letter}"
-    for scale, letter in ((1.0, ""), (1e-3, "m"), (1e-6, "µ")):
-        if value >= scale * 0.999:
-            return f"{value / scale:.3g}{letter}"
-    return f"{value / 1e-9:.3g}n"
+    scale, letter = next((pair for pair in _PREFIXES if value >= pair[0] * 0.999), _PREFIXES[-1])
+    return f"{value / scale:.3g}{letter}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import multiprocessing
 import os
-import select
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import IO, Literal
 
 import msgspec
@@ -23,13 +24,13 @@ import msgspec
 from rlcore.bench import steps
 from rlcore.bench.calibrate import calibrate
 from rlcore.bench.case import Case, load_cases
-from rlcore.bench.measure import run_case
+from rlcore.bench.measure import Sampling, run_case
 from rlcore.bench.record import Effort
 from rlcore.bench.system import new_record
-from rlcore.bench.trial import Sampling
 from rlcore.process.framing import read_message, take_standard_output, write_message
 from rlcore.registry import get_device
 
+_FORK = multiprocessing.get_context("fork")
 _GRACE_S = 3.0
 """Between asking what is late for its stack trace and its end."""
 
@@ -50,12 +51,8 @@ class JobAnswer(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes = b""
     """The result as JSON; empty without one."""
     is_late: bool = False
-    signal: int | None = None
-    code: int | None = None
-
-    @property
-    def has_result(self) -> bool:
-        return bool(self.body)
+    code: int = 0
+    """The exit code of a process without a result, as ``subprocess`` has it: below 0 the signal that killed it."""
 
 
 def serve(cases: Callable[[], Mapping[str, Case]] = load_cases) -> None:
@@ -78,31 +75,27 @@ def _say(answers: IO[bytes], answer: JobAnswer) -> None:
 
 
 def _forked(job: CaseJob, cases: Mapping[str, Case], answers: IO[bytes]) -> JobAnswer:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        steps.listen(lambda step: _say(answers, JobAnswer(step=step)))  # this process is silent meanwhile
-        _work(job, cases, writing)
-    os.close(writing)
-    ended = os.pidfd_open(pid)
+    reading, writing = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=_work, args=(job, cases, writing, answers))
+    process.start()
+    writing.close()
+    assert process.pid is not None
     try:
-        return _outcome(job, pid, reading, ended)
+        return _outcome(job, process, process.pid, reading)
     finally:
-        os.close(reading)
-        os.close(ended)
+        reading.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it started and left behind
+            os.killpg(process.pid, signal.SIGKILL)  # what it started and left behind
 
 
-def _work(job: CaseJob, cases: Mapping[str, Case], writing: int) -> None:
+def _work(job: CaseJob, cases: Mapping[str, Case], writing: Connection, answers: IO[bytes]) -> None:
     """Do the job in the grandchild; does not return."""
     code = 1
     try:
         os.setsid()
         faulthandler.enable()
-        with os.fdopen(writing, "wb") as result:  # it has ended in time, however long its memory takes to be unpinned
-            result.write(_result(job, cases))
+        steps.listen(lambda step: _say(answers, JobAnswer(step=step)))  # the child is silent meanwhile
+        writing.send_bytes(_result(job, cases))
         code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -120,34 +113,24 @@ def _result(job: CaseJob, cases: Mapping[str, Case]) -> bytes:
     return msgspec.json.encode(new_record(device, job.effort))
 
 
-def _outcome(job: CaseJob, pid: int, reading: int, ended: int) -> JobAnswer:
-    """Return what the grandchild wrote, if it ended well and in time; end it when it is late or the parent has gone.
+def _outcome(job: CaseJob, process: ForkProcess, pid: int, reading: Connection) -> JobAnswer:
+    """Return what the grandchild found, if it did in time; end it then, when it is late, or when the parent has gone.
 
-    It is asked where it is before that. It may crash at that, as frames that are just being made cannot be walked, or
-    go on, as a sleep ends by a signal: it is late all the same.
+    One that is late is asked where it is before that. It may crash at that, as frames that are just being made cannot
+    be walked, or go on, as a sleep ends by a signal: it is late all the same.
     """
-    deadline, is_late = time.monotonic() + job.timeout_s, False
-    body, parent = bytearray(), sys.stdin.fileno()
-    while True:
-        ready, _, _ = select.select([reading, parent, ended], [], [], max(0.0, deadline - time.monotonic()))
-        if reading in ready and (chunk := os.read(reading, 1 << 20)):
-            body += chunk
-            continue
-        if reading in ready or ended in ready:  # a process it left behind may hold the pipe open
-            break
-        if not ready and not is_late:
-            deadline, is_late = time.monotonic() + _GRACE_S, True
-            signal.pidfd_send_signal(ended, signal.SIGUSR1)
-            continue
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        break
-    _, status = os.waitpid(pid, 0)
-    if parent in ready:  # only the end of the input comes here while a job runs
+    parent = sys.stdin.fileno()  # only the end of the input comes there while a job runs
+    ready = wait([reading, process.sentinel, parent], job.timeout_s)
+    body = b""
+    if not ready:
+        os.kill(pid, signal.SIGUSR1)
+        wait([process.sentinel, parent], _GRACE_S)
+    elif reading.poll():
+        with contextlib.suppress(EOFError):
+            body = reading.recv_bytes()
+    if body or not ready or parent in ready:
+        process.kill()  # one with a result has ended in time, however long its memory takes to be unpinned
+    process.join()
+    if parent in ready:
         sys.exit(0)
-    if is_late:
-        return JobAnswer(is_late=True)
-    if os.WIFSIGNALED(status):
-        return JobAnswer(signal=os.WTERMSIG(status))
-    code = os.WEXITSTATUS(status)
-    return JobAnswer(body=bytes(body)) if code == 0 and body else JobAnswer(code=code)
+    return JobAnswer(body=body, is_late=not ready, code=process.exitcode or 0)

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from rlcore.bench.record import CaseResult, Record, read, read_bytes
-from rlcore.bench.statistics import percentile
-from rlcore.bench.table import ResultTable
+from rlcore.bench.summary import p10_p90
+from rlcore.bench.tables import ResultTable
 from rlcore.errors import BenchError, MissingDependencyError
 
 HEADER = "rlcore"
@@ -34,7 +34,7 @@ def to_csv(record: Record) -> str:
         params = " ".join(f"{name}={value}" for name, value in sorted(result.params.items()))
         first = [result.name, result.implementation, params, result.status, result.reason]
         for metric in result.metrics:
-            numbers = [statistics.median(metric.samples), *(percentile(metric.samples, p) for p in (10, 90))]
+            numbers = [statistics.median(metric.samples), *p10_p90(metric.samples)]
             rows.append([*first, metric.name, metric.unit, *map(str, numbers), str(len(metric.samples)), *about])
         if not result.metrics:
             rows.append([*first, *[""] * 6, *about])

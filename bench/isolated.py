@@ -19,9 +19,10 @@ import msgspec
 from rlcore.bench.calibrate import Store
 from rlcore.bench.case import Case
 from rlcore.bench.child import CaseJob, JobAnswer
+from rlcore.bench.measure import Sampling
 from rlcore.bench.record import Calibration, CaseResult, Effort, Record, Status
-from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
+from rlcore.process.memory_kills import machine_kills
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
 
@@ -83,9 +84,9 @@ class Isolated:
         """
         timeout_s = case.timeout_s if left_s is None else max(0.0, min(case.timeout_s, left_s))
         job = CaseJob(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=timeout_s)
-        oom_kills = _oom_kills()
+        oom_kills = machine_kills()
         answer = self._ask(job)
-        if answer.has_result:
+        if answer.body:
             return _results(answer, case)
         if answer.is_late and timeout_s < case.timeout_s:
             return [
@@ -93,13 +94,13 @@ class Isolated:
                     case, "skipped", f"the time that the run had (--within) ended {timeout_s:.0f} s into it{self._at()}"
                 )
             ]
-        if answer.signal == signal.SIGKILL and _oom_kills() > oom_kills:
+        if answer.code == -signal.SIGKILL and machine_kills() > oom_kills:
             return [_ended(case, "oom", "the system ended its process for want of memory")]
         return [_ended(case, "fail", self._how(answer, job))]
 
     def _or_raise(self, job: CaseJob, kind: type[_T]) -> _T:
         answer = self._ask(job)
-        if not answer.has_result:
+        if not answer.body:
             raise BenchError(f"cannot {job.do} the device {self._device_name}: {self._how(answer, job)}")
         return msgspec.json.decode(answer.body, type=kind)
 
@@ -120,8 +121,7 @@ class Isolated:
         except BaseException:  # Ctrl-C: the answer would be taken for that of the next job
             self._end_child()
             raise
-        code = self._end_child()
-        return JobAnswer(signal=-code if code < 0 else None, code=code)
+        return JobAnswer(code=self._end_child())
 
     def _running_child(self) -> MessageChild:
         if self._child is None:
@@ -147,8 +147,8 @@ class Isolated:
         fatal = said.rfind("Fatal Python error")
         shown = said[fatal:][:_SHOWN] if fatal >= 0 else said[-_SHOWN:]
         last = f": {shown}" if shown else ""
-        if answer.signal is not None:
-            return f"its process was killed by {signal.Signals(answer.signal).name}{self._at()}{last}"
+        if answer.code < 0:
+            return f"its process was killed by {signal.Signals(-answer.code).name}{self._at()}{last}"
         return f"its process ended with exit code {answer.code}{last}"
 
 
@@ -171,9 +171,3 @@ def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:
         calibration = isolated.calibrate(record.effort)
         store.save(calibration)
     return msgspec.structs.replace(record, calibration=calibration)
-
-
-def _oom_kills() -> int:
-    """Return how often this kernel has killed a process for want of memory."""
-    found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(found[1]) if found else 0

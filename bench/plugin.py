@@ -10,8 +10,8 @@ from pathlib import Path
 from rlcore.hookspecs import RegisterBenchmark, hookimpl
 
 _MODULES = (
-    "attention", "collectives", "copies", "dispatch", "host_memory", "ipc", "kernel_losses", "kernel_scans", "kernels",
-    "materialize", "memory", "offload", "packed_attention", "product", "quickstart", "reinforcement", "startup",
+    "attention", "collectives", "dispatch", "ipc", "kernel_scans", "kernels",
+    "materialize", "memory", "offload", "product", "quickstart", "reinforcement", "startup",
     "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers",
 )  # fmt: skip
 PEERS = Path(__file__).parent / "cases" / "peers"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,25 +13,19 @@ import msgspec
 
 from rlcore.bench.answers import ReportRun
 from rlcore.bench.compare import NOTES, what_differs
-from rlcore.bench.record import CaseResult, Record, json_schema, read
+from rlcore.bench.record import CaseResult, Record, by_case, json_schema, read
 from rlcore.bench.report import render
 from rlcore.bench.run import calls_of, noted
-from rlcore.bench.statistics import percentile
-from rlcore.bench.summary import (
-    TARGET_COLUMNS,
-    Selector,
-    is_of_machine,
-    is_ours,
-    median,
-    missing,
-    outcomes,
-    selected,
-    share_of_limit,
-    targets,
-    times,
+from rlcore.bench.summary import Selector, is_of_machine, is_ours, median, selected
+from rlcore.bench.tables import (
+    ResultTable,
+    missing_table,
+    results_table,
+    shared_sizes,
+    sizes_told,
+    targets_table,
 )
-from rlcore.bench.table import ResultTable
-from rlcore.bench.text import quantity, seconds, size, words
+from rlcore.bench.text import quantity
 from rlcore.errors import BenchError
 
 # -------------------------------------------------------------------------------------------- README's table
@@ -146,8 +139,6 @@ measured on the same machine, where the case states what it needs of one. What t
 stand above it or with its name; a cell is empty where it is as above, and a column in which nothing would stand is
 left out.
 """
-_OTHERS = 3
-"""Metrics shown beside the time, first those that a target is set for."""
 _COLUMNS = ("case", "implementation", "sizes", "median", "p10 to p90", "n", "share", "also")
 _LONG = 12
 """Rows from which on a table of the machine, size by size, is folded."""
@@ -169,72 +160,36 @@ def _section(name: str, record: Record) -> str:
         parts.append(f"Marks: {'; '.join(marks)}.\n")
     for folder in dict.fromkeys(result.name.partition("/")[0] for result in passed):
         parts += _folder(folder, [one for one in passed if one.name.partition("/")[0] == folder], record)
-    if found := [outcome.cells() for outcome in outcomes(record)]:
-        parts += ["What is meant to be reached:\n", ResultTable(TARGET_COLUMNS, found).markdown()]
-    if others := [[one.status, one.implementation, one.why, ", ".join(one.cases)] for one in missing(record.cases)]:
-        parts += ["Without a number:\n", ResultTable(["status", "implementation", "why", "cases"], others).markdown()]
+    for title, table in {
+        "What is meant to be reached:": targets_table(record),
+        "Without a number:": missing_table(record),
+    }.items():
+        parts += [f"{title}\n", table.markdown()] if table.rows else []
     return "\n".join(parts)
 
 
 def _folder(folder: str, results: list[CaseResult], record: Record) -> list[str]:
-    common = _common(results)
-    by_case = {name: [one for one in results if one.name == name] for name in dict.fromkeys(r.name for r in results)}
-    rows = [cells for case in by_case.values() for cells in _case_rows(case, common, record)]
-    body = [f"All: {_sizes(common)}.\n"] * bool(common) + [ResultTable(_COLUMNS, rows).compact().markdown()]
+    common = shared_sizes([result.params for result in results]) if len(results) > 1 else {}
+    rows = [row for case in by_case(results).values() for row in _case_rows(case, common, record)]
+    body = [f"All: {sizes_told(common)}.\n"] * bool(common) + [ResultTable(_COLUMNS, rows).compact().markdown()]
     if len(rows) >= _LONG and is_of_machine(results[0]):
         body = [f"<details><summary>{len(rows)} results</summary>\n", *body, "</details>\n"]
     return [f"### {folder}\n", *body]
 
 
 def _case_rows(results: list[CaseResult], common: Mapping[str, object], record: Record) -> list[list[str]]:
-    """A cell that is as in the row above is empty."""
+    """Sizes that all have stand with the case's name; a cell that is as in the row above is empty."""
     case = results[0].name
-    own = {name: value for name, value in _common(results).items() if name not in common}
-    title = case + (f" ({told})" if (told := _sizes(own, case)) else "")
-    rows: list[list[str]] = []
-    above = None
-    for result in results:
-        sizes = {name: value for name, value in result.params.items() if name not in own and name not in common}
-        name = "" if result.implementation == above else result.implementation
-        rows.append(["" if rows else title, name, _sizes(sizes, case), *_numbers(result, record)])
-        above = result.implementation
+    rows = [list(row) for row in results_table(results, record.calibration).only(*_COLUMNS).rows]
+    own = sizes_told(shared_sizes([result.params for result in results]), case, leave_out=common)
+    if len(rows) == 1:
+        rows[0][2] = own
+    elif own:
+        rows[0][0] = f"{case} ({own})"
+    names = [row[1] for row in rows]
+    for row, above in zip(rows[1:], names, strict=False):
+        row[:2] = "", "" if row[1] == above else row[1]
     return rows
-
-
-def _common(results: Sequence[CaseResult]) -> dict[str, object]:
-    """The sizes that all of several results have."""
-    first, *others = results
-    shared = first.params.items() if others else ()
-    return {name: value for name, value in shared if all(one.params.get(name) == value for one in others)}
-
-
-def _sizes(params: Mapping[str, object], case: str = "") -> str:
-    """All but those that the name of the case says."""
-    return ", ".join(
-        size(value) if name == "bytes" and isinstance(value, int) else f"{name} {value}"
-        for name, value in params.items()
-        if not (isinstance(value, str) and value in case)
-    )
-
-
-def _numbers(result: CaseResult, record: Record) -> list[str]:
-    samples, share = times(result), share_of_limit(result, record.calibration)
-    low, high = (seconds(percentile(samples, percent)) for percent in (10, 90))
-    return [
-        seconds(statistics.median(samples)),
-        f"{low} to {high}" if len(samples) > 1 else "",
-        str(len(samples)),
-        f"{share.value:.2g} of {share.limit}" if share else "",
-        "; ".join([*_other_metrics(result), *result.kinds_of_marks()]),
-    ]
-
-
-def _other_metrics(result: CaseResult) -> list[str]:
-    left_out = ("time", "device_time", "processor_time", "first_run")
-    meant = {target.metric for target in targets() if target.case == result.name}
-    shown = sorted(result.metrics, key=lambda metric: metric.name not in meant)
-    shown = [metric for metric in shown if metric.name not in left_out][:_OTHERS]
-    return [f"{words(one.name)} {quantity(median(result, one.name), one.unit)}" for one in shown]
 
 
 # -------------------------------------------------------------------------------------------- docs/report.html

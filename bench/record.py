@@ -6,6 +6,7 @@ Raw samples are kept; whoever reads computes. A result that did not pass has a r
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +16,6 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from rlcore.atomic import write_file
-from rlcore.bench.locate import line_of
 from rlcore.bench.text import short_commit
 from rlcore.errors import BenchError
 
@@ -150,6 +150,13 @@ def identity(result: CaseResult) -> tuple[object, ...]:
     return result.name, result.implementation, tuple(sorted(result.params.items()))
 
 
+def by_case(results: Iterable[CaseResult]) -> dict[str, list[CaseResult]]:
+    found: dict[str, list[CaseResult]] = {}
+    for result in results:
+        found.setdefault(result.name, []).append(result)
+    return found
+
+
 class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The machine; names as in MLPerf's system description."""
 
@@ -238,10 +245,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return [result for result in self.cases if result.status == "pass"]
 
     def by_case(self) -> dict[str, list[CaseResult]]:
-        found: dict[str, list[CaseResult]] = {}
-        for result in self.cases:
-            found.setdefault(result.name, []).append(result)
-        return found
+        return by_case(self.cases)
 
     def commits(self) -> str:
         """Return the commits that the results were measured with, shortened."""
@@ -310,6 +314,62 @@ def _line(data: bytes, error: Exception) -> int:
         return line_of(data.decode(), (place[1] if place else "$") + (f".{unknown[1]}" if unknown else ""))
     byte = re.search(r"\(byte (\d+)\)", str(error))
     return data[: int(byte[1]) if byte else len(data)].count(b"\n") + 1
+
+
+# -------------------------------------------------------------------- the line of a value, for who has to mend it
+
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_decoder = json.JSONDecoder()
+
+
+def line_of(text: str, path: str) -> int:
+    """The line, from 1, on which the value at ``path`` ("$.cases[0].name") begins.
+
+    Where the path leads to nothing it is the line of the last value on the way; ``text`` must be JSON.
+    """
+    at = _skip(text, 0)
+    for name, index in _STEP.findall(path):
+        found = _member(text, at, name) if name else _item(text, at, int(index))
+        if found is None:
+            break
+        at = found
+    return text.count("\n", 0, at) + 1
+
+
+def _skip(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
+
+
+def _member(text: str, at: int, wanted: str) -> int | None:
+    at = _skip(text, at + 1)
+    while text[at] != "}":
+        name, at = _decoder.raw_decode(text, at)
+        at = _skip(text, _skip(text, at) + 1)  # past the colon
+        if name == wanted:
+            return at
+        at = _next(text, at)
+    return None
+
+
+def _item(text: str, at: int, wanted: int) -> int | None:
+    at = _skip(text, at + 1)
+    for _ in range(wanted):
+        if text[at] == "]":
+            return None
+        at = _next(text, at)
+    return at
+
+
+def _next(text: str, at: int) -> int:
+    """Past the value at ``at`` and its comma."""
+    at = _skip(text, _decoder.raw_decode(text, at)[1])
+    return _skip(text, at + 1) if text[at] == "," else at
+
+
+# ---------------------------------------------------------------------------------------------------- the schema
 
 
 def json_schema() -> dict[str, Any]:

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlcore.bench import charts
 from rlcore.bench.answers import NOT_MEASURED, PHASES, ReportRun, answers
 from rlcore.bench.compare import NOTES, compare, what_differs
 from rlcore.bench.record import CaseResult, Record
-from rlcore.bench.statistics import percentile
 from rlcore.bench.summary import (
-    TARGET_COLUMNS,
     PeerComparison,
     is_floor,
     is_ours,
     median,
-    missing,
-    outcomes,
+    p10_p90,
     peak,
     peer_comparisons,
     share_of_limit,
     times,
     unit,
 )
-from rlcore.bench.table import ResultTable
+from rlcore.bench.tables import ResultTable, compared_table, missing_table, targets_table
 from rlcore.bench.text import rate, seconds, words
 from rlcore.errors import MissingDependencyError
 
@@ -53,18 +49,15 @@ def render(runs: Sequence[ReportRun]) -> str:
         absent=NOT_MEASURED,
         has_step=any(run.step for run in runs),
         steps=[_step(run, step) for run in runs if (step := run.step)],
-        phase_names=[(charts.square(i), name) for i, name in enumerate([*map(words, PHASES), "the rest"])],
+        phase_names=[*map(words, PHASES), "the rest"],
         shares=[group for run in runs if (group := shares(run)).bars],
         peers=[work for run in runs for work in peer_groups(run, is_alone=len(runs) == 1)],
-        targets=[
-            (run.name, ResultTable(TARGET_COLUMNS, [one.cells() for one in found]))
-            for run in runs
-            if (found := outcomes(run.record))
-        ],
-        curves=_curves(runs),
+        targets=[(run.name, targets_table(run.record)) for run in runs],
+        charts=_curves(runs),
+        frame=charts,
         versus=[pair for run in runs[1:] if (pair := _versus(runs[0], run))["table"].rows],
         limits=_limits(runs),
-        missing=[_missing(run) for run in runs if missing(run.record.cases)],
+        missing=[(run.name, _num_missing(run.record), missing_table(run.record)) for run in runs],
         caveats=_caveats(runs),
     )
 
@@ -100,26 +93,25 @@ def _step(run: ReportRun, step: CaseResult) -> dict[str, Any]:
     params = step.params
     return {
         "title": f"{run.name}: {seconds(total)} a step",
-        "svg": charts.stack(list(parts.values())),
+        "shares": [part / (sum(parts.values()) or 1.0) for part in parts.values()],
         "text": ", ".join(f"{name} {seconds(part)}" for name, part in parts.items() if part > 0),
         "model": f"{params.get('model')}, {params.get('prompts')} prompts, {params.get('samples')} samples",
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Bar:
+class _Bar(NamedTuple):
     label: str
     detail: str
-    svg: str
+    share: float
+    """The part of the width that it takes."""
     value: str
-    is_ours: bool = False
-    marks: str = ""
+    is_ours: bool
+    marks: str
 
 
-@dataclass(frozen=True, slots=True)
-class _BarGroup:
+class _BarGroup(NamedTuple):
     title: str
-    bars: list[_Bar] = field(default_factory=list)
+    bars: list[_Bar]
     summary: str = ""
 
 
@@ -138,8 +130,9 @@ def shares(run: ReportRun) -> _BarGroup:
         _Bar(
             label=name,
             detail=f"{result.implementation}, of {limit}",
-            svg=charts.bar(value, 0),
+            share=value,
             value=f"{value:.0%}" if value >= 0.1 else f"{value:.1%}",
+            is_ours=False,
             marks=", ".join(result.kinds_of_marks()),
         )
         for (name, limit), (value, result) in sorted(best.items())
@@ -177,20 +170,17 @@ def _peer_summary(work: PeerComparison) -> str:
 def _peer_bars(results: list[CaseResult]) -> list[_Bar]:
     ordered = sorted(results, key=median)
     fastest, slowest = median(ordered[0]), median(ordered[-1])
-    bars = []
-    for result in ordered:
-        low, high = (seconds(percentile(times(result), percent)) for percent in (10, 90))
-        bars.append(
-            _Bar(
-                label=result.implementation,
-                detail=f"p10 {low}, p90 {high}",
-                svg=charts.bar(median(result) / slowest, 0 if is_ours(result) else 1),
-                value=f"{seconds(median(result))}, {median(result) / fastest:.2f}x",
-                is_ours=is_ours(result),
-                marks=", ".join(result.kinds_of_marks()),
-            )
+    return [
+        _Bar(
+            label=result.implementation,
+            detail="p10 {}, p90 {}".format(*map(seconds, p10_p90(times(result)))),
+            share=median(result) / slowest,
+            value=f"{seconds(median(result))}, {median(result) / fastest:.2f}x",
+            is_ours=is_ours(result),
+            marks=", ".join(result.kinds_of_marks()),
         )
-    return bars
+        for result in ordered
+    ]
 
 
 def _product_rate(result: CaseResult) -> float | None:
@@ -217,9 +207,7 @@ def _curves(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     for case, title, (x, x_title), y_title, value in _CURVES:
         lines = [line for run in runs for line in _lines(run, case, x, value, is_alone=len(runs) == 1)]
         if lines:
-            svg = charts.curves(lines, x_title=x_title, y_title=y_title)
-            legend = [(charts.legend_mark(i), line.name) for i, line in enumerate(lines)]
-            found.append({"title": title, "y": y_title, "svg": svg, "legend": legend})
+            found.append({"title": title, "x": x_title, "y": y_title, **charts.curves(lines)._asdict()})
     return found
 
 
@@ -243,18 +231,8 @@ def _lines(run: ReportRun, case: str, x: str, value: _Value, *, is_alone: bool) 
 def _versus(first: ReportRun, other: ReportRun) -> dict[str, Any]:
     """Ratios of every result that both have."""
     found = compare(first.record, other.record, names=(first.name, other.name))
-    rows = [
-        [
-            f"{row.case} {row.implementation}",
-            ", ".join(f"{name} {value}" for name, value in row.params.items()),
-            f"{row.difference.ratio:.3g}",
-            f"{row.difference.low:.3g} to {row.difference.high:.3g}",
-            row.verdict,
-        ]
-        for row in found.rows
-        if row.difference is not None
-    ]
-    table = ResultTable(["case", "sizes", "ratio", "99 % interval", ""], rows)
+    table = compared_table(found).only("case", "implementation", "sizes", "ratio", "99 % interval", "verdict")
+    table = table._replace(rows=[row for row in table.rows if row[3]])
     return {"first": first.name, "other": other.name, "statement": found.statement, "table": table}
 
 
@@ -274,10 +252,8 @@ def _limit(run: ReportRun, name: str) -> str:
     return rate(value, unit(name)) + told
 
 
-def _missing(run: ReportRun) -> tuple[str, int, ResultTable]:
-    found = missing(run.record.cases)
-    rows = [[f"{one.status} {one.implementation}", one.why, ", ".join(one.cases)] for one in found]
-    return run.name, sum(len(one.cases) for one in found), ResultTable(["", "", ""], rows)
+def _num_missing(record: Record) -> int:
+    return len(record.cases) - len(record.passed())
 
 
 def _caveats(runs: Sequence[ReportRun]) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import msgspec
+import numpy as np
 
 from rlcore.bench.record import Calibration, CaseResult, Record, System
 from rlcore.bench.text import quantity
@@ -28,6 +29,12 @@ def times(result: CaseResult) -> list[float]:
 def median(result: CaseResult, metric: str = "") -> float:
     """Return the median of a metric; without a name, that of ``times``."""
     return statistics.median(result.samples(metric) if metric else times(result))
+
+
+def p10_p90(samples: Sequence[float]) -> list[float]:
+    """Return the tenth and the ninetieth percentile."""
+    found: list[float] = np.percentile(samples, (10, 90)).tolist()
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- limits

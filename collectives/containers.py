@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
-from rlcore.collectives.tree import HOST, LocalTree, Tree, TreeSpec, built, bytes_of, nbytes_of, views
+from rlcore.collectives.tree import HOST, LocalTree, Tree, TreeSpec, built, nbytes_of, views
 from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
-from rlcore.tensor_data import dtype_name
+from rlcore.tensor_data import dtype_name, flat_bytes
 
 _GROUP = Kind("a group of rlcore.collectives.groups.new_group", lambda value: hasattr(value, "world_size"))
 
@@ -57,7 +57,7 @@ def all_reduce(tree: Tree, group: ContainerGroup, op: str = "sum") -> Tree:
     reduced: dict[str, Tensor] = {}
     for kind in kinds:
         leaves = [leaf for leaf in own.leaves if (leaf.dtype, leaf.is_on_device) == kind]
-        flat = torch.cat([bytes_of(own.tensors[leaf.path]) for leaf in leaves]).view(leaves[0].torch_dtype)
+        flat = torch.cat([flat_bytes(own.tensors[leaf.path]) for leaf in leaves]).view(leaves[0].torch_dtype)
         parts = torch.split(group.all_reduce(flat, op), [leaf.numel for leaf in leaves])
         reduced |= {leaf.path: part.view(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)}
     return built(own.structure, reduced)

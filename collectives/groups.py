@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-from collections.abc import Callable
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
+from rlcore._torch_private import Store
 from rlcore.collectives.operations import Operations
 from rlcore.collectives.peers import PeerMonitor
 from rlcore.collectives.process_group import TorchGroups
@@ -22,6 +26,16 @@ from rlcore.registry import get_device
 
 _DESTROY_WAIT_S = 5.0
 """``destroy()`` waits so long for ranks that do not come."""
+
+_formed: weakref.WeakSet[Group] = weakref.WeakSet()
+"""The groups of this process that are alive."""
+os.register_at_fork(after_in_child=_formed.clear)  # the end of a child is not that of the rank
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    for group in list(_formed):
+        group._leave_at_exit()
 
 
 def new_group(
@@ -83,6 +97,7 @@ class Group(Operations):
         cpu = get_device("cpu")
         self._host = device if device.torch_device == cpu.torch_device else cpu
         self._groups: TorchGroups | None = None
+        self._has_sent = False
         self._form()
 
     def _form(self) -> None:
@@ -95,14 +110,23 @@ class Group(Operations):
             timeout_s=self._timeout_s,
         )
         self._error = ""
+        self._agreed = set()
+        self._is_debugging = any(info.is_debugging for info in rendezvous.infos.values())
         self._peers = PeerMonitor(rendezvous, repr(self))
         try:
             self._peers.check_alive()
             self._groups = self._connected(rendezvous)
+            listener = self._groups.gloo_listener()
+            if listener:
+                listener.wait_until_connected(self._timeout_s)
             self.barrier()  # none may leave while another still connects
-        except BaseException:
+            if listener:
+                listener.close()
+        except BaseException as error:
+            self._fail(repr(error))
             self._abandon()
             raise
+        _formed.add(self)
 
     def _connected(self, rendezvous: Rendezvous) -> TorchGroups:
         options = self._options | {"is_one_host": rendezvous.is_one_host}
@@ -144,10 +168,19 @@ class Group(Operations):
         self._abandon()
 
     def _abandon(self) -> None:
+        _formed.discard(self)
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.close(is_broken=bool(self._error))
         self._peers.close()
+
+    def _leave_at_exit(self) -> None:
+        """Tell the others before connections close, for which they would blame each other."""
+        error = getattr(sys, "last_value", None)  # what ended the program, where that was an error
+        self._error = "its process ended"
+        self._peers.notify_failure("" if error is None else f"by {error!r}", is_end=True)
+        with contextlib.suppress(Exception):
+            self._abandon()
 
     def rebuild(self) -> None:
         """Form the group again after ``destroy()``; all ranks call it together. Raises as ``new_group`` does."""
@@ -171,6 +204,23 @@ class Group(Operations):
 
     # ------------------------------------------------------------------------------------------- work
 
+    @contextlib.contextmanager
+    def _operation(self, what: str, among: str = "all") -> Iterator[None]:
+        self._has_sent = False
+        self._peers.begin(among)
+        try:
+            yield
+        except CollectiveError:
+            raise  # the other ranks have it too, or know
+        except BaseException as error:
+            if self._groups is not None and not self._error:
+                why = f"{type(error).__name__}: {error}"
+                if self._has_sent:
+                    self._fail(f"{what}: {why}")
+                else:
+                    self._peers.notify_refusal(why)
+            raise
+
     def _run(
         self,
         what: str,
@@ -185,7 +235,8 @@ class Group(Operations):
         is_on_host = self._is_on_host(tensor)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            work = self._started(what, start, groups.for_host if is_on_host else groups.for_device)
+            self._has_sent = True
+            work = self._started(what, start, groups.for_host if is_on_host else groups.for_device, peer)
             if not is_on_host:
                 work.wait()
             elif peer is None:
@@ -194,17 +245,19 @@ class Group(Operations):
                 self._peers.wait_for(peer, work, what, timeout_s)
         except BaseException as error:  # Ctrl-C too: the other ranks' operations no longer match ours
             self._fail(f"{what}: {str(error) or type(error).__name__}")
+            if peer is not None and is_on_host:
+                groups.break_connections()  # or the thread that waits for the peer would wait on
             raise
 
     def _fail(self, why: str) -> None:
         self._error = self._error or why
         self._peers.notify_failure(why)
 
-    def _started(self, what: str, start: Callable[[Any], Any], group: Any) -> Any:
+    def _started(self, what: str, start: Callable[[Any], Any], group: Any, peer: int | None) -> Any:
         try:
             return start(group)
-        except RuntimeError as error:
-            raise self._peers.explain(error, what) from error
+        except RuntimeError as error:  # work of all ranks has not touched the network yet
+            raise self._peers.explain(error, what, () if peer is not None else (self.rank,)) from error
 
     def _usable(self, what: str) -> TorchGroups:
         if self._groups is None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from typing import Any
+
+import msgspec
 
 from rlcore.collectives.rendezvous import RankInfo, Rendezvous
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
@@ -18,17 +22,33 @@ _POLL_S = 1.0
 _END_DELAY_S = 0.2  # the kernel closes a killed process's sockets before it shows that the process has ended
 
 
+class FailureNote(msgspec.Struct, frozen=True, kw_only=True):
+    """The message of a rank that cannot go on to the others.
+
+    A rank that only suffers from another one names that one; one with an error of its own names itself.
+    """
+
+    why: str
+    ranks: tuple[int, ...]
+    """The ranks at fault, as far as this one knows."""
+    is_end: bool = False
+    """Its process is about to end."""
+
+
 class PeerMonitor:
     """The waits of one rank for work of several ranks; it names the ranks that caused a failure.
 
-    Ranks count their collective operations. A rank that waits long writes the operation to the store, under its number.
-    When a wait fails, the ranks that have not written did not arrive.
+    Ranks count their operations: those of all ranks, and those of each pair. A rank that refuses an operation says so
+    under its number, and a rank that waits long looks there. It also writes that it waits: when a wait has failed, the
+    ranks that have not written did not arrive.
     """
 
     def __init__(self, rendezvous: Rendezvous, label: str) -> None:
         self._rendezvous = rendezvous
         self._label = label
-        self._number = 0
+        self._numbers: Counter[str] = Counter()
+        self._operation = ""
+        self._step = 0
         self._has_failed = False
         self._processes: dict[int, int] = {}
         self._ended: list[int] = []
@@ -53,23 +73,38 @@ class PeerMonitor:
             died = f"forming {self._label} failed: {self._names(dead)} has ended"
             raise self._notified(PeerDiedError(f"{died}; give the next run a new folder or name", ranks=tuple(dead)))
 
-    def notify_failure(self, why: str) -> None:
-        """Publish why this rank failed, whose connections close then. The first reason counts."""
+    def begin(self, among: str) -> None:
+        """Count an operation of the ranks ``among``, the same word on each of them; it may have several steps."""
+        self._numbers[among] += 1
+        self._operation, self._step = f"{among}/{self._numbers[among]}", 0
+
+    def notify_refusal(self, why: str) -> None:
+        """Publish why this rank does not take part in the operation that it has begun. The group goes on."""
+        with contextlib.suppress(Exception):
+            self._rendezvous.write(f"refused/{self._operation}", why)
+
+    def notify_failure(self, why: str, ranks: tuple[int, ...] | None = None, *, is_end: bool = False) -> None:
+        """Publish why this rank failed, whose connections close then. The first reason counts.
+
+        Args:
+            ranks: those at fault; by default this rank itself.
+        """
         if self._has_failed:
             return
         self._has_failed = True
+        note = FailureNote(why=why, ranks=(self._rendezvous.rank,) if ranks is None else ranks, is_end=is_end)
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
-            self._rendezvous.write("failed", why)
+            self._rendezvous.write("failed", msgspec.json.encode(note).decode())
 
     def wait(self, work: Any, what: str, timeout_s: float) -> None:
-        """Wait for a collective operation of host tensors.
+        """Wait for one step of an operation of all ranks on host tensors.
 
         Raises:
             CollectiveTimeoutError: naming the ranks that did not arrive within ``timeout_s`` seconds.
             PeerDiedError: naming the ranks whose processes have ended.
-            CollectiveError: it failed otherwise.
+            CollectiveError: another rank refused it, or failed, and is named; or it failed otherwise.
         """
-        self._number += 1
+        self._step += 1
         began = time.monotonic()
         poll_s = min(_POLL_S, timeout_s / 4)
         is_reported = False
@@ -77,33 +112,69 @@ class PeerMonitor:
             if not is_reported:
                 self._report_waiting(what)
                 is_reported = True
-            if dead := self._dead():
-                raise self._died(dead, what)
+            self._check_peers(what, list(self._rendezvous.peers()), follows_victims=False)
             if time.monotonic() - began >= timeout_s:
                 raise self._timed_out(what, timeout_s)
 
     def wait_for(self, rank: int, work: Any, what: str, timeout_s: float) -> None:
         """Wait as ``wait`` does, for an operation with one other rank."""
         began = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            if time.monotonic() - began < 0.9 * timeout_s:
-                raise self.explain(error, what) from error
-            text = f"{what} of {self._label} did not end within {timeout_s:g} s: rank {rank} did not take part"
-            raise self._notified(CollectiveTimeoutError(text, ranks=(rank,))) from error
+        waiting = _Waiting(work, timeout_s)
+        while not waiting.is_done(min(_POLL_S, timeout_s / 4)):
+            self._check_peers(what, [rank], follows_victims=True)
+        if waiting.error is None:
+            return
+        if time.monotonic() - began < 0.9 * timeout_s:
+            raise self.explain(waiting.error, what) from waiting.error
+        text = f"{what} of {self._label} did not end within {timeout_s:g} s: rank {rank} did not take part"
+        raise self._notified(CollectiveTimeoutError(text, ranks=(rank,))) from waiting.error
 
-    def explain(self, error: BaseException, what: str) -> CollectiveError:
-        """Return the cause of an error of the collective library."""
+    def explain(self, error: BaseException, what: str, ranks: tuple[int, ...] = ()) -> CollectiveError:
+        """Return the cause of an error of the collective library; ``ranks`` are at fault if none has told of one."""
         time.sleep(_END_DELAY_S)
-        if dead := self._dead():
-            return self._died(dead, what)
-        failed = self._rendezvous.read("failed")
-        reasons = "".join(f"; before, rank {rank} gave up: {text}" for rank, text in failed.items())
         first_line = str(error).strip().split("\n")[0]
-        text = f"{what} of {self._label} failed: {first_line}"
-        self.notify_failure(text)
-        return CollectiveError(f"{text}{reasons}", ranks=tuple(failed))
+        everyone = list(self._rendezvous.peers())
+        failed = f"{what} of {self._label} failed: {first_line}"
+        return self._cause(what, everyone, failed, follows_victims=True) or self._notified(
+            CollectiveError(failed, ranks=ranks)
+        )
+
+    def _check_peers(self, what: str, ranks: list[int], *, follows_victims: bool) -> None:
+        """Raise an error if one of ``ranks``, for which this rank waits, cannot come any more.
+
+        A rank that waits for all leaves those that only ran out of time: its own time, and error, are about to come.
+        """
+        failed = f"{what} of {self._label} failed"
+        refusals = {rank: why for rank, why in self._notes(f"refused/{self._operation}").items() if rank in ranks}
+        if refusals:
+            reasons = "; ".join(f"rank {rank} refused it: {why}" for rank, why in refusals.items())
+            raise self._notified(CollectiveError(f"{failed}: {reasons}", ranks=tuple(refusals)))
+        if error := self._cause(what, ranks, failed, follows_victims=follows_victims):
+            raise error
+
+    def _cause(self, what: str, ranks: list[int], failed: str, *, follows_victims: bool) -> CollectiveError | None:
+        """Return the error by which ``ranks`` cannot go on; None if nobody knows of one."""
+        notes = {rank: msgspec.json.decode(text, type=FailureNote) for rank, text in self._notes("failed").items()}
+        notes = {rank: note for rank, note in notes.items() if rank in ranks}
+        gone = {rank: "" for rank in self._dead() if rank in ranks and rank not in notes}
+        gone |= {rank: f" {note.why}".rstrip() for rank, note in notes.items() if note.is_end}
+        causes = {rank: note for rank, note in notes.items() if rank in note.ranks and rank not in gone}
+        victims = {rank: note for rank, note in notes.items() if rank not in causes and rank not in gone}
+        told = causes or (victims if follows_victims and not gone else {})
+        reasons = "".join(f"; before, rank {rank} gave up: {note.why}" for rank, note in told.items())
+        blamed = tuple(
+            sorted({*gone, *(rank for note in told.values() for rank in note.ranks)} - {self._rendezvous.rank})
+        )
+        if gone:
+            names = ", ".join(f"{self._names([rank])} has ended{why}" for rank, why in sorted(gone.items()))
+            text = f"{what} of {self._label} failed: {names}; destroy() the group and make one without it{reasons}"
+            return self._notified(PeerDiedError(text, ranks=blamed))
+        return self._notified(CollectiveError(f"{failed}{reasons}", ranks=blamed)) if told else None
+
+    def _notes(self, key: str) -> dict[int, str]:
+        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
+            return self._rendezvous.read(key)
+        return {}
 
     def _is_done(self, work: Any, poll_s: float, what: str, began: float, timeout_s: float) -> bool:
         seconds = min(poll_s, max(0.001, began + timeout_s - time.monotonic()))
@@ -117,17 +188,12 @@ class PeerMonitor:
             raise self.explain(error, what) from error
         return True
 
-    def _died(self, ranks: list[int], what: str) -> CollectiveError:
-        names = self._names(ranks)
-        text = f"{what} of {self._label} failed: {names} has ended; destroy() the group and make one without it"
-        return self._notified(PeerDiedError(text, ranks=tuple(ranks)))
-
     def _timed_out(self, what: str, timeout_s: float) -> CollectiveError:
         self._report_waiting(what)
         time.sleep(
             min(_POLL_S, timeout_s / 4) + _END_DELAY_S
         )  # after so long a rank that has just arrived has reported it
-        waiting = self._rendezvous.read(f"waiting/{self._number}")
+        waiting = self._notes(self._step_key())
         absent = [rank for rank in self._rendezvous.peers() if rank not in waiting]
         elsewhere = {rank: where for rank, where in waiting.items() if where != what}
         parts = [f"{_ranks(absent)} did not arrive"] if absent else []
@@ -137,11 +203,15 @@ class PeerMonitor:
         return self._notified(CollectiveTimeoutError(text, ranks=tuple(sorted({*absent, *elsewhere}))))
 
     def _notified(self, error: CollectiveError) -> CollectiveError:
-        self.notify_failure(str(error))
+        self.notify_failure(str(error), error.ranks)
         return error
 
     def _report_waiting(self, what: str) -> None:
-        self._rendezvous.write(f"waiting/{self._number}", what)
+        with contextlib.suppress(Exception):
+            self._rendezvous.write(self._step_key(), what)
+
+    def _step_key(self) -> str:
+        return f"waiting/{self._operation}.{self._step}"
 
     def _watch(self, rank: int, info: RankInfo) -> None:
         try:
@@ -164,6 +234,28 @@ class PeerMonitor:
             poll.register(descriptor, select.POLLIN)
         ended = {descriptor for descriptor, _ in poll.poll(0)}
         return sorted([*self._ended, *(rank for rank, descriptor in self._processes.items() if descriptor in ended)])
+
+
+class _Waiting:
+    """A wait for work with one other rank, in a thread of its own, so that Ctrl-C ends it at once.
+
+    Gloo cannot be asked whether such work is done, and a wait for it that times out ends the connections of all ranks.
+    """
+
+    def __init__(self, work: Any, timeout_s: float) -> None:
+        self.error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._wait, args=(work, timeout_s), daemon=True)
+        self._thread.start()
+
+    def is_done(self, poll_s: float) -> bool:
+        self._thread.join(poll_s)
+        return not self._thread.is_alive()
+
+    def _wait(self, work: Any, timeout_s: float) -> None:
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            self.error = error
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""A ``torch.distributed.ProcessGroup`` beside the default one. Only this file uses torch's private names for it.
+"""A ``torch.distributed.ProcessGroup`` beside the default one.
 
 Torch has tables of groups: the ranks that functions such as ``dist.broadcast(src=...)`` translate, and names for
 functional collectives. A standalone group is registered in these two, with its own ranks, and in no other. So
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 
+from rlcore._torch_private import PrefixStore, Store
+from rlcore.collectives._torch_private import add_backend, empty_group, register_group, unregister_group
+from rlcore.collectives.gloo_listener import GlooListener
 from rlcore.device import Device
 
-_c10d: Any = distributed_c10d
 _numbers = itertools.count(1)
 
 
@@ -35,12 +35,14 @@ class TorchGroups:
         """
         self._rank, self._world_size = options["rank"], options["world_size"]
         self._named: dict[str, Any] = {}
+        self._listens = options["is_one_host"] and host.collectives.backend == "gloo"
+        self._store = store if host is device else PrefixStore("host", store)
         name = f"{options['name']} {next(_numbers)}"
         if host is device:
             backend = device.collectives.new_backend(store, **options)
             self.for_device = self.for_host = self._registered(self._with_backend(device, store, backend), name)
             return
-        host_backend = host.collectives.new_backend(PrefixStore("host", store), **options | {"is_high_priority": False})
+        host_backend = host.collectives.new_backend(self._store, **options | {"is_high_priority": False})
         group = self._empty_group(device, store)
         group.bound_device_id = device.torch_device
         _add(group, host, host_backend)
@@ -53,22 +55,29 @@ class TorchGroups:
         if backend.supports_splitting:
             backend.eager_connect_single_device(device.torch_device)
 
+    def gloo_listener(self) -> GlooListener | None:
+        """Return the listener for host tensors; None where ranks of other hosts connect to it, or it is not gloo's."""
+        return GlooListener(self._store, rank=self._rank, world_size=self._world_size) if self._listens else None
+
     def close(self, *, is_broken: bool) -> None:
         """End the groups and remove them from torch's tables. Broken ones do not wait for the other ranks."""
         for name, group in self._named.items():
-            _c10d._unregister_process_group(name)
-            _c10d._world.pg_group_ranks.pop(group, None)
+            unregister_group(group, name)
             if is_broken:
                 group.abort()
         if is_broken and self._world_size > 1:
-            self._break_connections()
+            self.break_connections()
         for group in self._named.values():
             group.shutdown()
         self._named.clear()
         del self.for_device, self.for_host
+        del self._store  # one that outlives its file, which the last rank removes, ends the process
 
-    def _break_connections(self) -> None:
-        """End gloo's work by the timeout of a receive: ``abort()`` does not, and ``shutdown()`` waits for them."""
+    def break_connections(self) -> None:
+        """End gloo's work, and with it the connections of all ranks.
+
+        It takes the timeout of a receive: ``abort()`` does not end the work, and ``shutdown()`` waits for it.
+        """
         other = (self._rank + 1) % self._world_size
         with contextlib.suppress(RuntimeError):
             work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)
@@ -82,22 +91,13 @@ class TorchGroups:
         return group
 
     def _empty_group(self, device: Device, store: Store) -> Any:
-        group: Any = dist.ProcessGroup(store, self._rank, self._world_size)
-        group._set_default_backend(_backend_type(device))
-        return group
+        return empty_group(store, self._rank, self._world_size, device.collectives.backend)
 
     def _registered(self, group: Any, name: str) -> Any:
-        group._set_group_name(name)
-        group._set_group_desc(name)
-        _c10d._register_process_group(name, group)
-        _c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self._world_size)}
+        register_group(group, name, self._world_size)
         self._named[name] = group
         return group
 
 
 def _add(group: Any, device: Device, backend: Any) -> None:
-    group._register_backend(torch.device(device.type), _backend_type(device), backend)
-
-
-def _backend_type(device: Device) -> Any:
-    return dist.Backend.backend_type_map[device.collectives.backend]
+    add_backend(group, device.type, device.collectives.backend, backend)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
+from rlcore._torch_private import FileStore, PrefixStore, Store
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, InvalidInputError
 from rlcore.process.status import boot_id, start_time
+from rlcore.settings import is_debugging
 
 _NAME = re.compile(r"[\w.-]+")
 _POLL_S = 0.002
@@ -37,6 +38,7 @@ class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks with an equal value share a loopback interface."""
     processes: str
     """Ranks with an equal value can see each other's processes."""
+    is_debugging: bool
 
 
 class Rendezvous:
@@ -44,6 +46,7 @@ class Rendezvous:
 
     Attributes:
         store: of this group alone, for the collective library.
+        rank: of this process.
         infos: by rank.
     """
 
@@ -56,7 +59,7 @@ class Rendezvous:
             CollectiveTimeoutError: naming the ranks that did not come.
             CollectiveError: another rank has this one's number, or another idea of the group.
         """
-        self._rank = rank
+        self.rank = rank
         self._label = f"group {name!r}"
         self._folder = _new_folder(rendezvous, name)
         self.store = self._folder_store(timeout_s) if self._folder else _part_of_store(rendezvous, name, rank)
@@ -82,7 +85,7 @@ class Rendezvous:
         del self.store
         if self._folder is None:
             return
-        for rank in {self._rank, *ended}:
+        for rank in {self.rank, *ended}:
             self._member(rank).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another rank is removing it too, or has just come
             if not list(self._folder.glob("member-*")):
@@ -92,7 +95,7 @@ class Rendezvous:
     def _folder_store(self, timeout_s: float) -> Store:
         # Torch's own way of removing the file can leave it when two ranks end at once.
         assert self._folder
-        self._member(self._rank).touch(mode=0o600)
+        self._member(self.rank).touch(mode=0o600)
         store = FileStore(str(self._folder / "store"))
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
@@ -108,22 +111,30 @@ class Rendezvous:
 
     def peers(self) -> Mapping[int, RankInfo]:
         """Return the facts about the other ranks, by rank."""
-        return {rank: info for rank, info in sorted(self.infos.items()) if rank != self._rank}
+        return {rank: info for rank, info in sorted(self.infos.items()) if rank != self.rank}
 
     def shares_processes_with(self, info: RankInfo) -> bool:
-        return info.processes == self.infos[self._rank].processes
+        return info.processes == self.infos[self.rank].processes
 
     def write(self, key: str, text: str) -> None:
         """Publish a note of this rank."""
-        self.store.set(f"{key}/{self._rank}", text)
+        if self._is_there():
+            self.store.set(f"{key}/{self.rank}", text)
+            self.store.set(key, "written")
 
     def read(self, key: str) -> dict[int, str]:
         """Return the notes of the other ranks, of those that wrote one."""
+        if not (self._is_there() and self.store.check([key])):  # one question, however many ranks there are
+            return {}
         found = [rank for rank in self.peers() if self.store.check([f"{key}/{rank}"])]
         return {rank: self.store.get(f"{key}/{rank}").decode() for rank in found}
 
+    def _is_there(self) -> bool:
+        """Return False where somebody has removed the file: torch would wait for it until the timeout."""
+        return self._folder is None or (self._folder / "store").exists()
+
     def _read_infos(self, missing: set[int], timeout_s: float) -> None:
-        own = self.infos[self._rank]
+        own = self.infos[self.rank]
         deadline = time.monotonic() + timeout_s
         while missing:
             for rank in [rank for rank in missing if self.store.check([f"info/{rank}"])]:
@@ -134,7 +145,7 @@ class Rendezvous:
             if missing and time.monotonic() > deadline:
                 who = ", ".join(map(str, sorted(missing)))
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} of {self._label} waited {timeout_s:g} s for rank(s) {who} of {own.world_size}, "
+                    f"rank {self.rank} of {self._label} waited {timeout_s:g} s for rank(s) {who} of {own.world_size}, "
                     "which did not join; check that they were started, and with the same rendezvous and name",
                     ranks=tuple(sorted(missing)),
                 )
@@ -145,7 +156,7 @@ class Rendezvous:
             theirs, ours = getattr(info, what), getattr(own, what)
             if theirs != ours:
                 raise CollectiveError(
-                    f"{self._label}: rank {rank} was given {what} {theirs!r}, and rank {self._rank} {ours!r}; "
+                    f"{self._label}: rank {rank} was given {what} {theirs!r}, and rank {self.rank} {ours!r}; "
                     "all ranks must be given the same",
                     ranks=(rank,),
                 )
@@ -185,4 +196,5 @@ def _own_info(world_size: int, library: str) -> RankInfo:
         started=start_time(os.getpid()),
         network=f"{boot_id()} {spaces['net']}",
         processes=f"{boot_id()} {spaces['pid']}",
+        is_debugging=is_debugging(),
     )

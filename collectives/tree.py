@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
-from rlcore.tensor_data import dtype_name
+from rlcore.tensor_data import dtype_name, flat_bytes
 
 Tree = Any
 """A tensor, or a dict (keys: str, int), list or tuple of trees."""
@@ -100,7 +100,7 @@ class LocalTree:
         leaves = self.spec.on(is_on_device)
         message = torch.empty(nbytes_of(leaves), dtype=torch.uint8, device=self.tensors[leaves[0].path].device)
         for leaf, start in zip(leaves, _starts(leaves), strict=False):
-            message[start : start + leaf.nbytes].copy_(bytes_of(self.tensors[leaf.path]))
+            message[start : start + leaf.nbytes].copy_(flat_bytes(self.tensors[leaf.path]))
         return message
 
 
@@ -174,7 +174,3 @@ def _starts(leaves: list[Leaf]) -> list[int]:
 
 def nbytes_of(leaves: list[Leaf]) -> int:
     return _starts(leaves)[-1]
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from rlcore.device import DEFAULT_COLLECTIVE_TIMEOUT_S, Collectives, GroupArguments
+from rlcore.devices._torch_private import backend_request, gloo_options, registered_backend, set_timeout
+from rlcore.devices.native_reductions import BITWISE_OPS, BY_LIBRARY, MINIMUM
 from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name
 from rlcore.types import Capability
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from rlcore._torch_private import Backend, ProcessGroup, Store
 
-BITWISE_OPS = ("band", "bor", "bxor")
 REDUCE_OPS = ("sum", "avg", "product", "min", "max", *BITWISE_OPS, "premul_sum")
 """torch's ``ReduceOp``, in lower case."""
 
@@ -37,16 +38,25 @@ class TorchCollectives(TorchPart, Collectives):
     """Collectives through the torch.distributed back end of the device's registration.
 
     The library itself reduces ``native_dtypes`` by ``native_ops``, except the pairs in ``not_native``, on every
-    supported torch. ``rlcore.collectives.groups`` emulates the other defined reductions: the library moves bytes, and
-    each rank reduces its part.
+    supported torch; a library that ``devices/native_reductions.py`` knows by name needs no more than its name.
+    ``rlcore.collectives.groups`` emulates the other defined reductions: the library moves bytes, and each rank reduces
+    its part.
     """
 
     name: ClassVar = "collectives"
     members: ClassVar = ("backend", "init_kwargs", "reduce_ops", "dtypes")
-    native_ops: ClassVar[frozenset[str]] = frozenset({"sum", "product", "min", "max"})
-    native_dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.int32})
-    not_native: ClassVar[frozenset[tuple[str, torch.dtype]]] = frozenset()
-    """The minimum of every library; a vendor replaces the three by those of its own."""
+
+    @property
+    def native_ops(self) -> frozenset[str]:
+        return BY_LIBRARY.get(self.backend, MINIMUM).ops
+
+    @property
+    def native_dtypes(self) -> frozenset[torch.dtype]:
+        return BY_LIBRARY.get(self.backend, MINIMUM).dtypes
+
+    @property
+    def not_native(self) -> frozenset[tuple[str, torch.dtype]]:
+        return BY_LIBRARY.get(self.backend, MINIMUM).but_not
 
     @property
     def backend(self) -> str:
@@ -81,6 +91,8 @@ class TorchCollectives(TorchPart, Collectives):
         is_mean_of_whole = op == "avg" and not dtype.is_floating_point
         if dtype not in self.native_dtypes or is_mean_of_whole or (op, dtype) in self.not_native:
             return Capability("emulated", self._device.evidence, f"{self.backend} has no {op} of {dtype_name(dtype)}")
+        if op in ("min", "max") and dtype.is_floating_point:
+            return Capability("emulated", self._device.evidence, f"{op} of {self.backend} can lose NaN")
         return Capability("native", self._device.evidence)
 
     def new_backend(
@@ -93,19 +105,22 @@ class TorchCollectives(TorchPart, Collectives):
         is_high_priority: bool = False,
         is_one_host: bool = False,
         name: str = "",
-    ) -> Any:
+    ) -> Backend | ProcessGroup:
         options = self._options(timeout_s, is_high_priority)
-        if (plugin := dist.Backend._plugins.get(self.backend.upper())) is not None:
-            return _from_plugin(plugin, store, rank=rank, world_size=world_size, timeout_s=timeout_s, name=name)
-        if self.backend == "gloo":
-            return _gloo(store, rank, world_size, timeout_s, is_one_host)
-        options.global_ranks_in_group = list(range(world_size))
-        options.group_name = name
-        return self._built_in()(store, rank, world_size, options)
+        made: Backend | ProcessGroup
+        if (plugin := registered_backend(self.backend)) is not None:
+            made = _from_plugin(plugin, store, rank=rank, world_size=world_size, timeout_s=timeout_s, name=name)
+        elif self.backend == "gloo":
+            made = _gloo(store, rank, world_size, timeout_s, is_one_host)
+        else:
+            options.global_ranks_in_group = list(range(world_size))
+            options.group_name = name
+            made = self._built_in()(store, rank, world_size, options)
+        return made
 
     def _options(self, timeout_s: float, is_high_priority: bool) -> Any:
         """Return the library's options; None if no options are known for it."""
-        if self.backend == "gloo" or self.backend.upper() in dist.Backend._plugins:
+        if self.backend == "gloo" or registered_backend(self.backend) is not None:
             if is_high_priority:
                 raise UnsupportedError(
                     f"a high-priority stream of collectives on {self._device.name}",
@@ -113,7 +128,7 @@ class TorchCollectives(TorchPart, Collectives):
                 )
             return None
         options = self._built_in().Options()
-        options._timeout = _timeout(timeout_s)
+        set_timeout(options, _timeout(timeout_s))
         options.is_high_priority_stream = is_high_priority
         return options
 
@@ -144,20 +159,15 @@ def _gloo(store: Store, rank: int, world_size: int, timeout_s: float, is_one_hos
     library: Any = dist.ProcessGroupGloo
     if not is_one_host:  # it listens on GLOO_SOCKET_IFNAME, else on the address of the host name
         return library(store, rank, world_size, timeout=_timeout(timeout_s))
-    options = library._Options()
-    options._timeout = _timeout(timeout_s)
-    options._devices = [library.create_device(hostname="127.0.0.1")]
-    return library(store, rank, world_size, options)
+    return library(store, rank, world_size, gloo_options(_timeout(timeout_s), hostname="127.0.0.1"))
 
 
 def _from_plugin(plugin: Any, store: Store, *, rank: int, world_size: int, timeout_s: float, name: str) -> Any:
     """Call the creator function of ``Backend.register_backend`` as torch does."""
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world_size, _timeout(timeout_s))
-    request = torch._C._distributed_c10d._DistributedBackendOptions()
-    request.store, request.group_rank, request.group_size = store, rank, world_size
-    request.timeout, request.group_id = _timeout(timeout_s), name
-    request.global_ranks_in_group = list(range(world_size))
+    timeout = _timeout(timeout_s)
+    request = backend_request(store=store, rank=rank, world_size=world_size, timeout=timeout, name=name)
     return plugin.creator_fn(request, None)
 
 

@@ -17,7 +17,7 @@ from rlcore.devices.collectives import TorchCollectives
 from rlcore.devices.memory import TorchMemory
 from rlcore.devices.profiler import TorchProfiler
 from rlcore.devices.streams import TorchStreams
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError, UnsupportedError, first_line
 from rlcore.launch import LaunchFacts
 from rlcore.types import (
     Capability,
@@ -35,6 +35,8 @@ _STATE = Kind(
     "what rng_state() gave, a uint8 tensor in host memory",
     lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.is_cpu,
 )
+
+_RANDOM = ("seed", "rng_state", "set_rng_state")
 
 
 class GenericTorchDevice(Checked, Device):
@@ -91,7 +93,28 @@ class GenericTorchDevice(Checked, Device):
     def count(self) -> int:
         return self.probe(self.spec).count
 
+    def limits(self) -> dict[str, Capability]:
+        """Return the members of the device itself that are not native, by name, as the parts have theirs."""
+        module = torch.get_device_module(self.type)
+        needed = {"get_device_properties": ("properties",), "default_generators": _RANDOM}
+        return {
+            member: Capability("unsupported", self.evidence, f"{module.__name__} has no {function}")
+            for function, members in needed.items()
+            for member in members
+            if not hasattr(module, function) and self._inherits(member)
+        }
+
+    def _inherits(self, member: str) -> bool:
+        """Return True if no vendor's class has replaced the member, or the generator that it works on."""
+        names = (member, "_generator") if member in _RANDOM else (member,)
+        return all(getattr(type(self), name) is getattr(GenericTorchDevice, name) for name in names)
+
+    def _check_is_supported(self, member: str) -> None:
+        if (limit := self.limits().get(member)) is not None and limit.support == "unsupported":
+            raise UnsupportedError(f"identity.{member} on {self.name}", limit.reason)
+
     def properties(self) -> DeviceProperties:
+        self._check_is_supported("properties")
         found = self._module.get_device_properties(self.index)
         return DeviceProperties(
             name=str(getattr(found, "name", "")),
@@ -123,30 +146,37 @@ class GenericTorchDevice(Checked, Device):
         torch.accelerator.synchronize(self.torch_device)
 
     def seed(self, value: int) -> None:
+        self._check_is_supported("seed")
         self._generator().manual_seed(value)
 
     def rng_state(self) -> torch.Tensor:
+        self._check_is_supported("rng_state")
         return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
+        self._check_is_supported("set_rng_state")
         try:
             self._generator().set_state(state)
         except RuntimeError as error:
-            first_line = str(error).split("\n")[0]
             raise InvalidInputError(
-                f"set_rng_state of {self.name} takes what rng_state() of a {self.spec.name} device gave: {first_line}"
+                f"set_rng_state of {self.name} takes what rng_state() of a {self.spec.name} device gave: "
+                f"{first_line(error)}"
             ) from error
 
     def capabilities(self) -> dict[str, Capability]:
         parts = (self.memory, self.streams, self.collectives, self.profiler)
-        return {member: how for part in parts for member, how in part.capabilities().items()}
+        own = {f"identity.{member}": how for member, how in self.limits().items()}
+        return own | {member: how for part in parts for member, how in part.capabilities().items()}
 
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.torch_device)
 
     def _generator(self) -> torch.Generator:
-        generator: torch.Generator = self._module.default_generators[self.index]
+        module = self._module
+        if not module.default_generators:  # those of ROCm and XPU are there once the back end is initialised
+            module.init()
+        generator: torch.Generator = module.default_generators[self.index]
         return generator
 
     def __repr__(self) -> str:

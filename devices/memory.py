@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from rlcore._torch_private import copy_all
 from rlcore.arguments import LIST, optional
 from rlcore.device import HostMemory, Memory
 from rlcore.devices.copy_batch import Batch
@@ -19,12 +20,24 @@ from rlcore.devices.ipc.tensors import OnRevoke, TensorIpc
 from rlcore.devices.part import TorchPart
 from rlcore.devices.pool import Pool
 from rlcore.devices.streams import STREAM
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, first_line
 from rlcore.tensor_data import dtype_name
 from rlcore.types import Capability, IpcExport, IpcHandle, MemoryInfo, MemoryStats
 
 if TYPE_CHECKING:
     from rlcore.devices.generic import GenericTorchDevice
+
+_OF_ALLOCATOR = ("info", "stats", "reset_peak", "empty_cache")
+"""Members that ``torch.accelerator`` answers, by asking the allocator of the back end."""
+
+
+def _is_lack(error: RuntimeError) -> bool:
+    """Return True for torch's answer that a back end does not have a function, False for a failure of one."""
+    return isinstance(error, NotImplementedError) or "is not a DeviceAllocator" in str(error)
+
+
+def _lack(error: RuntimeError) -> str:
+    return f"torch.accelerator does not have it here: {first_line(error)}"
 
 
 class TorchMemory(TorchPart, Memory):
@@ -57,6 +70,8 @@ class TorchMemory(TorchPart, Memory):
         super().__init__(device)
         self._ipc = TensorIpc(device, self.sharing_class(device)) if self.sharing_class else None
         self._pools: dict[str, Pool] = {}
+        self._refused: dict[str, str] = {}
+        """Member -> torch's reason, where only the call could tell."""
 
     def limits(self) -> dict[str, Capability]:
         evidence = self._device.evidence
@@ -75,26 +90,55 @@ class TorchMemory(TorchPart, Memory):
             )
             unshared = Capability("unsupported", evidence, reason)
             limits |= dict.fromkeys(("export_ipc", "import_ipc", "revoke", "ledger"), unshared)
-        return limits
+        refused = self._without_allocator() | self._refused
+        return limits | {member: Capability("unsupported", evidence, reason) for member, reason in refused.items()}
+
+    def _without_allocator(self) -> dict[str, str]:
+        """Return member -> reason for those that ``torch.accelerator`` does not have here. It initialises nothing."""
+        if hasattr(torch.get_device_module(self._device.type), "mem_get_info"):
+            return {}  # such back ends have an allocator that torch.accelerator can ask
+        inherited = [one for one in _OF_ALLOCATOR if getattr(type(self), one) is getattr(TorchMemory, one)]
+        try:
+            if inherited:
+                torch.accelerator.memory_stats(self._torch_device)
+        except RuntimeError as error:
+            if _is_lack(error):
+                return dict.fromkeys(inherited, _lack(error))
+        return {}
 
     def info(self) -> MemoryInfo:
-        free, total = torch.get_device_module(self._torch_device).mem_get_info(self._torch_device)
+        module = torch.get_device_module(self._torch_device)
+        if hasattr(module, "mem_get_info"):
+            free, total = module.mem_get_info(self._torch_device)
+        else:
+            free, total = self._ask("info", torch.accelerator.get_memory_info, self._torch_device)
         return MemoryInfo(int(free), int(total))
 
     def stats(self) -> MemoryStats:
+        found = self._ask("stats", torch.accelerator.memory_stats, self._torch_device)
         return MemoryStats(
-            allocated_bytes=torch.accelerator.memory_allocated(self._torch_device),
-            reserved_bytes=torch.accelerator.memory_reserved(self._torch_device),
-            peak_allocated_bytes=torch.accelerator.max_memory_allocated(self._torch_device),
+            allocated_bytes=found.get("allocated_bytes.all.current", 0),
+            reserved_bytes=found.get("reserved_bytes.all.current", 0),
+            peak_allocated_bytes=found.get("allocated_bytes.all.peak", 0),
         )
 
     def reset_peak(self) -> None:
-        torch.accelerator.reset_peak_memory_stats(self._torch_device)
+        self._ask("reset_peak", torch.accelerator.reset_peak_memory_stats, self._torch_device)
 
     def empty_cache(self) -> None:
         for pool in self._pools.values():
             pool.empty_cache()
-        torch.accelerator.empty_cache()
+        self._ask("empty_cache", torch.accelerator.empty_cache)
+
+    def _ask(self, member: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of ``torch.accelerator``. Raises UnsupportedError where the back end does not have it."""
+        try:
+            return function(*arguments)
+        except RuntimeError as error:
+            if not _is_lack(error):
+                raise
+            self._refused[member] = _lack(error)
+            raise self.unsupported(member) from error
 
     def pool(self, tag: str) -> Pool:
         if "pool" in self.limits():
@@ -157,7 +201,7 @@ class TorchMemory(TorchPart, Memory):
 
     def _copy(self, batch: Batch) -> None:
         """Queue the copies on the current stream."""
-        torch._foreach_copy_(batch.dst.tensors, batch.src.tensors, non_blocking=True)
+        copy_all(batch.dst.tensors, batch.src.tensors, non_blocking=True)
 
     def _sharing(self, member: str) -> TensorIpc:
         if self._ipc is None:

@@ -88,29 +88,35 @@ class CheckpointedEngine(Engine):
             folder,
             data,
             partial(self._call, TrainExecutor.is_save_over),
-            partial(self._call, TrainExecutor.end_save),
+            self._end_save,
         )
         return self._pending_save
 
-    def _settle_save(self) -> None:
-        """Wait for the save in the background; raise its error if nobody has seen it."""
+    def _end_save(self, ends_stopped: bool) -> list[float | None]:
+        group = self._built_group()
+        calls: list[Any] = [((), {})] * len(group.workers)
+        return group.call(TrainExecutor.end_save.__name__, calls, ends_stopped=ends_stopped)
+
+    def _settle_save(self, *, ends_stopped: bool = False) -> None:
+        """Wait for the save in the background; raise its error if nobody has seen it. See ``PendingSave.settle``."""
         pending, self._pending_save = self._pending_save, None
         if pending is None:
             return
-        pending.settle()
+        pending.settle(ends_stopped=ends_stopped)
         if pending.has_succeeded:
             self._last_checkpoint = pending.folder
         if pending.unseen_error is not None:
             raise pending.unseen_error
 
-    def _settle_save_quietly(self) -> None:
+    def _settle_last_save(self) -> None:
+        """Wait for the save in the background before the workers are ended; log its error."""
         try:
-            self._settle_save()
+            self._settle_save(ends_stopped=True)
         except CheckpointError as error:
             _log.warning("%s", error)
 
     def restart(self) -> Self:
-        self._settle_save_quietly()
+        self._settle_last_save()
         return super().restart()
 
     restart.__doc__ = Engine.restart.__doc__
@@ -118,17 +124,19 @@ class CheckpointedEngine(Engine):
     def close(self) -> None:
         """Wait for a save in the background, end the workers and free all their memory.
 
+        A worker that is stopped (SIGSTOP) gets five seconds to go on, whatever it was doing.
+
         Raises:
             CheckpointError: that save failed; everything is closed nevertheless.
         """
         try:
-            self._settle_save()
+            self._settle_save(ends_stopped=True)
         finally:
             super().close()
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is not None:  # an error of the save must not hide it
-            self._settle_save_quietly()
+            self._settle_last_save()
         super().__exit__(*raised)
 
     @takes("load()", folder=PATH)

@@ -23,8 +23,8 @@ from rlcore.engines.weight_sync.engines import WeightSync, as_targets
 from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.token.weights import Mode
-from rlcore.kernels.token.weights import token_weights as make_token_weights
+from rlcore.kernels.losses.token_weights import Mode
+from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
@@ -81,6 +81,14 @@ class TrainEngine(CheckpointedEngine):
         if replicas > 1:  # else it is no option that an executor has to know
             options["replicas"] = replicas
         return super().build(data_parallel_size=replicas * data_parallel_size, **options)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._weight_sync.close()
+
+    close.__doc__ = CheckpointedEngine.close.__doc__
 
     @property
     def _has_adapters(self) -> bool:

@@ -8,6 +8,7 @@ every refusal with its reason, and an implementation that was asked for by name 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rlcore.errors import InvalidInputError, PluginError, UnsupportedError
+from rlcore.errors import InvalidInputError, PluginError, UnsupportedError, one_line
+from rlcore.plugins import BUILT_IN
 from rlcore.registry import OpImplementation, registry, resolve
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,20 @@ def _refusal(candidate: OpImplementation, query: Query, implementation: str | No
         return f"implementation={implementation!r} was asked for"
     if candidate.device_type not in ("*", query.device_type):
         return f"it is for device type {candidate.device_type!r}, not {query.device_type!r}"
-    reason: str | None = resolve(candidate.when)(query) if candidate.when else None
+    if candidate.plugin in BUILT_IN:
+        return _answer(candidate, query)
+    try:
+        return _answer(candidate, query)
+    except (Exception, SystemExit) as error:  # somebody else's code
+        reason = f"its predicate {candidate.when} of plugin {candidate.plugin!r} failed: {one_line(error)}"
+        logger.warning("implementation %r of %s is left out: %s", candidate.name, candidate.op, reason)
+        return reason
+
+
+def _answer(candidate: OpImplementation, query: Query) -> str | None:
+    reason: object = resolve(candidate.when)(query) if candidate.when else None
+    if reason is not None and not isinstance(reason, str):
+        raise PluginError(f"it answered {reason!r}, which is neither a reason nor None")
     return reason
 
 
@@ -103,9 +118,65 @@ def _load(candidate: OpImplementation) -> Callable[..., Any]:
     except (ImportError, AttributeError) as error:
         raise PluginError(
             f"implementation {candidate.name!r} of {candidate.op} is not at {candidate.path!r}: {error}. "
-            f"Fix plugin {candidate.plugin!r}, or leave it out: RLCORE_DISABLE_PLUGINS={candidate.plugin}"
+            f"{_way_out(candidate)}"
         ) from error
+    if candidate.plugin not in BUILT_IN:
+        _check_arguments(candidate, fn)
     return fn
+
+
+def _check_arguments(candidate: OpImplementation, fn: Callable[..., Any]) -> None:
+    """Check that an implementation can be called as the built-in ones of the operator are."""
+    built_in = [one for one in registry().ops[candidate.op] if one.plugin in BUILT_IN]
+    if not built_in:
+        return
+    passed = inspect.signature(resolve(built_in[0].path)).parameters.values()
+    by_name = [one.name for one in passed if one.kind is one.KEYWORD_ONLY]
+    by_place = [one.name for one in passed if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    try:
+        taken = inspect.signature(fn)
+    except (TypeError, ValueError):  # of a function in C, which cannot be asked
+        return
+    try:
+        taken.bind(*by_place, **dict.fromkeys(by_name))
+    except TypeError as error:
+        raise PluginError(
+            f"implementation {candidate.name!r} of {candidate.op} takes ({', '.join(taken.parameters)}), and is called "
+            f"with ({', '.join([*by_place, *by_name])}): {error}. {_way_out(candidate)}"
+        ) from error
+
+
+def _way_out(candidate: OpImplementation) -> str:
+    return f"Fix plugin {candidate.plugin!r}, or leave it out: RLCORE_DISABLE_PLUGINS={candidate.plugin}"
+
+
+def check_implementation(candidate: OpImplementation) -> None:
+    """Check that an implementation of a plugin is there, takes what it is called with, and answers when it is asked.
+
+    Raises:
+        PluginError: it does not; names the plugin.
+    """
+    _load(candidate)
+    device_type = "cpu" if candidate.device_type == "*" else candidate.device_type
+    query = Query(device_type, torch.bfloat16, hidden_size=2048, vocab_size=151_936)
+    try:
+        _answer(candidate, query)
+    except (Exception, SystemExit) as error:  # somebody else's code
+        raise PluginError(
+            f"the predicate {candidate.when} of implementation {candidate.name!r} of {candidate.op} failed: "
+            f"{one_line(error)}. {_way_out(candidate)}"
+        ) from error
+
+
+def outranked(candidate: OpImplementation) -> list[OpImplementation]:
+    """Return the built-in implementations that a plugin's goes before, on the same devices; none for a built-in one."""
+    ranked = _candidates(candidate.op)
+    if candidate.plugin in BUILT_IN:
+        return []
+    after = ranked[ranked.index(candidate) + 1 :]
+    types = ("*", candidate.device_type)
+    is_for_all = candidate.device_type == "*"
+    return [one for one in after if one.plugin in BUILT_IN and (is_for_all or one.device_type in types)]
 
 
 def _listing(candidates: list[OpImplementation]) -> str:

@@ -7,9 +7,7 @@ accelerator they are checked on the device, without waiting for it, and a wrong 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,21 +17,12 @@ from torch import Tensor
 
 from rlcore.arguments import FLAG, WHOLE, kind_of
 from rlcore.errors import InvalidInputError
-from rlcore.settings import Settings
+from rlcore.kernels._torch_private import assert_on_device
+from rlcore.settings import is_debugging
 from rlcore.tensor_data import dtype_name
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
-
-
-def is_debugging() -> bool:
-    return _debugs(os.environ.get("RLCORE_DEBUG", ""))
-
-
-@functools.cache
-def _debugs(value: str) -> bool:
-    """Return the answer for a value of the variable; it is cached, as reading all settings takes 70 microseconds."""
-    return Settings.from_env({"RLCORE_DEBUG": value}).debug != ""
 
 
 def is_checked_on_device(tensor: Tensor) -> bool:
@@ -49,7 +38,7 @@ def check_values(ok: Tensor, message: Callable[[], str]) -> None:
     """
     if is_checked_on_device(ok):
         ok = ok.all() if ok.dim() else ok
-        torch._assert_async(ok, "an operator of rlcore got bad values; RLCORE_DEBUG=1 shows which")
+        assert_on_device(ok, "an operator of rlcore got bad values; RLCORE_DEBUG=1 shows which")
     elif not bool(ok.all()):
         raise InvalidInputError(message())
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
     from rlcore.engines.offload.group import offloaded as offloaded
     from rlcore.engines.runtime import init as init
+    from rlcore.engines.sampling.completion import RequestOutput as RequestOutput
     from rlcore.engines.swapping.swap import swap as swap
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.engines.weight_sync.api import WeightReceiver as WeightReceiver
@@ -31,6 +32,7 @@ _HOME = {
     "DeviceSpec": "rlcore.types",
     "InferenceEngine": "rlcore.engines.inference",
     "NeedParallel": "rlcore.engines.need_parallel",
+    "RequestOutput": "rlcore.engines.sampling.completion",
     "RlcoreError": "rlcore.errors",
     "TrainEngine": "rlcore.engines.train",
     "WeightReceiver": "rlcore.engines.weight_sync.api",

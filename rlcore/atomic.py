@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import os
 import tempfile
 from pathlib import Path
+
+from rlcore.file_lock import let_go, take
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -17,18 +21,46 @@ def write_file(path: Path, data: bytes) -> None:
     path = path.resolve()
     if is_special(path):
         raise OSError(errno.EINVAL, "a device or a pipe is not replaced by a file", str(path))
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    remove_unfinished(path)
+    descriptor, temporary = _new_file(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(descriptor)
-        os.chmod(temporary, 0o666 & ~_umask())  # as open() makes files; mkstemp's are for the owner alone
-        os.replace(temporary, path)
+            os.chmod(temporary, 0o666 & ~_umask())  # as open() makes files; mkstemp's are for the owner alone
+            os.replace(temporary, path)  # before the descriptor is closed, and with it the lock
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_to_disk(path.parent)
+
+
+def _new_file(path: Path) -> tuple[int, str]:
+    """Make a file beside ``path`` and lock it; return its descriptor and name."""
+    while True:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path))
+        if take(descriptor) is not False and os.path.exists(temporary):
+            return descriptor, temporary
+        os.close(descriptor)  # before it was locked, another process took it for what a killed one has left
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed calls of ``write_file(path, ...)`` have left, where locks show that nobody writes it."""
+    path = path.resolve()
+    for found in path.parent.glob(f"{glob.escape(_prefix(path))}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or gone
+            descriptor = os.open(found, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                if take(descriptor):
+                    found.unlink()
+            finally:
+                let_go(descriptor)
+
+
+def _prefix(path: Path) -> str:
+    """Return the start of the names that files have before they are whole; nobody else gives such names."""
+    return f".{path.name}.rlcore-"
 
 
 def is_special(path: Path) -> bool:
@@ -36,9 +68,9 @@ def is_special(path: Path) -> bool:
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder, so that the files made or renamed in it survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_to_disk(path: Path) -> None:
+    """Flush a file's content, or a folder, so that files made or renamed in it survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from rlcore._torch_private import call_after_backward, own_parameters, tree_map_only
 from rlcore.errors import StateError
 
 _ATTRIBUTE = "_rlcore_compute_dtype"
@@ -57,7 +57,7 @@ class ComputeDtype:
 
     def _begin_backward(self, gradient: Tensor) -> None:
         self.is_computing = True
-        torch.autograd.Variable._execution_engine.queue_callback(self.stop)
+        call_after_backward(self.stop)
 
     def stop(self) -> None:
         self.is_computing = False
@@ -101,7 +101,7 @@ def set_compute_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """Let all parameters of another dtype be read in ``dtype``; the wrappers below say when the module computes."""
     found = ComputeDtype(dtype)
     for part in module.modules():
-        names = tuple(name for name, held in part._parameters.items() if held is not None and held.dtype != dtype)
+        names = tuple(name for name, held in own_parameters(part).items() if held is not None and held.dtype != dtype)
         if names:
             part.__class__ = _reading(type(part), names)  # type: ignore[arg-type]  # mypy: a class is hashable
         setattr(part, _ATTRIBUTE, found)
@@ -116,8 +116,8 @@ def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> Any:
 
 def _property(name: str) -> property:
     def read(module: Any) -> Any:
-        if name in module._parameters:
-            return module._rlcore_compute_dtype.read(module._parameters[name])
+        if name in (held := own_parameters(module)):
+            return module._rlcore_compute_dtype.read(held[name])
         if name in vars(module):
             return vars(module)[name]
         raise AttributeError(name)  # Module.__getattr__ comes next: buffers, submodules, its own error

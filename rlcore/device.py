@@ -34,7 +34,8 @@ from rlcore.types import (
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import Backend, ProcessGroup, Store
+
+    from rlcore._torch_private import Backend, ProcessGroup, Store
 
 DEFAULT_COLLECTIVE_TIMEOUT_S = 300.0
 """How long a collective operation, and the forming of a group, may take."""

@@ -25,16 +25,38 @@ from __future__ import annotations
 
 _LONGEST = 300
 """Characters of an error in one line."""
+_STACK_FOLLOWS = "; the worker was at:"
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with control characters as in a Python string, such as ``\x1b``: no text commands a terminal."""
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
 def one_line(error: BaseException) -> str:
-    """Return "Type: text" of any exception, in one line of at most 300 characters and "..."."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception as failed:  # the user's __str__ failed
-        text = f"<its text cannot be had: {failed!r}>"
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """Return "Type: text" of any exception, in one printable line of at most 300 characters and "..."."""
+    text = " ".join(_text(error).split())
+    told = printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
     return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}..."
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as failed:  # the user's __str__ failed
+        return f"<its text cannot be had: {_representation(failed)}>"
+
+
+def _representation(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except BaseException:  # the user's, too
+        return type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, which says all but stacks and tracebacks; its type if it has none."""
+    return str(error).partition("\n")[0].removesuffix(_STACK_FOLLOWS) or type(error).__name__
 
 
 class RlcoreError(Exception):
@@ -98,19 +120,20 @@ class WorkerError(RlcoreError):
 class WorkerDiedError(WorkerError):
     """A worker's process ended while its engine needed it."""
 
-    def __init__(self, *, rank: int, device: str, method: str, how: str) -> None:
-        RlcoreError.__init__(self, f"the worker of rank {rank} ({device}) {how} during {method}()")
+    def __init__(self, *, rank: int, device: str, method: str, how: str, has_begun: bool = True) -> None:
+        """``how`` it ended, in words; ``has_begun`` is False if it had ended before it was sent the call."""
+        when = "during" if has_begun else "before"
+        RlcoreError.__init__(self, f"the worker of rank {rank} ({device}) {how} {when} {method}()")
         self.rank, self.device, self.method, self.traceback = rank, device, method, ""
 
 
 class WorkerTimeoutError(WorkerError):
     """A worker did not answer in time; the message ends with what it was doing."""
 
-    def __init__(self, *, rank: int, device: str, method: str, timeout_s: float, stack: str) -> None:
-        RlcoreError.__init__(
-            self,
-            f"{method}() did not end within {timeout_s:g} s on rank {rank} ({device}); the worker was at:\n\n{stack}",
-        )
+    def __init__(self, *, rank: int, device: str, method: str, timeout_s: float, stack: str, state: str) -> None:
+        """``state`` is a verb and more, such as "is stopped (SIGSTOP)"."""
+        late = f"{method}() did not end within {timeout_s:g} s on rank {rank} ({device}), which {state}"
+        RlcoreError.__init__(self, f"{late}{_STACK_FOLLOWS}\n\n{stack}")
         self.rank, self.device, self.method, self.traceback = rank, device, method, stack
 
 

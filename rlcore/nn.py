@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.errors import CheckpointError, MissingDependencyError, RlcoreError, UnsupportedError, one_line
 from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
@@ -247,6 +249,16 @@ class HuggingFaceTrainModule(TrainModule):
             self.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
         for file in (file for pattern in _BESIDE_WEIGHTS for file in self._source.glob(pattern)):
             shutil.copy(file, folder)
+
+
+def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
+    """Return every attribute of the module that is an optimizer."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
+
+
+def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
+    """Return every attribute of the module that is a learning-rate scheduler."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
 
 
 def _logit_scale(config: Any) -> float:

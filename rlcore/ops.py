@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlcore.kernels.losses.reinforce import reinforce as reinforce
     from rlcore.kernels.losses.sapo import sapo as sapo
     from rlcore.kernels.losses.sequences import sequence_mean as sequence_mean
+    from rlcore.kernels.losses.token_weights import token_weights as token_weights
     from rlcore.kernels.losses.value import value_loss as value_loss
     from rlcore.kernels.packing import balance as balance
     from rlcore.kernels.packing import inverse_permutation as inverse_permutation
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from rlcore.kernels.token.logprob import token_logprob as token_logprob
     from rlcore.kernels.token.loss import token_loss as token_loss
     from rlcore.kernels.token.nucleus import keep_mask as keep_mask
-    from rlcore.kernels.token.weights import token_weights as token_weights
 
 _IMPORT = re.compile(r"^    from (rlcore\.\S+) import (\w+) as \2$", re.MULTILINE)
 _MODULES = {name: module for module, name in _IMPORT.findall(Path(__file__).read_text("utf-8"))}

@@ -1,8 +1,8 @@
 """Load plugins one by one: a broken one never takes down the others, and is never silent.
 
 Each plugin is imported, its hooks are validated, and its registrations are collected. A failure is rolled back and
-recorded with stage, distribution and exception; ``rlcore devices`` shows it. Devices are probed later
-(``rlcore/registry.py``); a failed probe is recorded in the same place.
+recorded with stage, distribution and exception; ``rlcore devices`` shows it. A third party's plugin has a deadline, and
+may raise anything. Devices are probed later (``rlcore/registry.py``); a failed probe is recorded in the same place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Literal
 
 import pluggy
 
-from rlcore.errors import PluginError
+from rlcore.deadline import outcome_here, outcomes_within
+from rlcore.errors import PluginError, one_line
 from rlcore.hookspecs import PROJECT, Hooks
 from rlcore.settings import Settings
 
@@ -46,16 +47,12 @@ class PluginRecord:
     stage: Stage
     """"loaded", "disabled", or the stage that failed."""
     error: BaseException | None = None
-    """An Exception, or the SystemExit of code that tried to end the process."""
-
-    @property
-    def is_loaded(self) -> bool:
-        return self.stage == "loaded"
+    """Whatever it raised, such as the SystemExit of code that tried to end the process."""
 
     @property
     def reason(self) -> str:
         """The error in one line; empty when there is none."""
-        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        return "" if self.error is None else one_line(self.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +63,24 @@ class _PluginSource:
     load: Callable[[], object]
 
 
-def load_plugins(collect: Callable[[str, pluggy.HookRelay], None], settings: Settings) -> list[PluginRecord]:
-    """Load every plugin; ``collect(name, hooks)`` calls the hooks of that one and must be all or nothing.
+Collect = Callable[[str, pluggy.HookRelay], Callable[[], None]]
+"""A function that calls the hooks of the plugin of that name, and returns the one that puts all of it in force."""
+
+
+def load_plugins(collect: Collect, settings: Settings) -> list[PluginRecord]:
+    """Load every plugin. One that hangs is given up after ``RLCORE_PROBE_TIMEOUT_S``, others that hang after a tenth.
 
     Raises:
         PluginError: with ``RLCORE_STRICT_PLUGINS=1``, at the first plugin that fails.
     """
     records: list[PluginRecord] = []
+    timeout_s = settings.probe_timeout_s
     for source in _sources():
         owner = next((record.distribution for record in records if record.name == source.name), None)
-        record = _load(source, owner, collect, settings)
+        record = _load(source, owner, collect, settings, timeout_s)
         records.append(record)
+        if isinstance(record.error, TimeoutError):
+            timeout_s = settings.probe_timeout_s / 10
         if record.error is not None:
             report_failure(record, settings)
     unknown = set(settings.disable_plugins) - {record.name for record in records} - {"all"}
@@ -99,8 +103,9 @@ def _sources() -> Iterator[_PluginSource]:
 def _load(
     source: _PluginSource,
     owner: str | None,
-    collect: Callable[[str, pluggy.HookRelay], None],
+    collect: Collect,
     settings: Settings,
+    timeout_s: float,
 ) -> PluginRecord:
     """Load one plugin; ``owner`` is the distribution that already has a plugin of this name, or None."""
 
@@ -113,19 +118,19 @@ def _load(
         return ended("disabled")
     if owner is not None:
         return ended("validate", PluginError(f"the plugin name {source.name!r} belongs to {owner}; choose another"))
-    # A plugin is third-party code: anything that it raises is recorded.
-    try:
+    stages: list[Stage] = ["import"]
+
+    def load() -> Callable[[], None]:
         module = source.load()
-    except (Exception, SystemExit) as error:
-        return ended("import", error)
-    try:
+        stages.append("validate")
         hooks = _validated_hooks(source.name, module)
-    except Exception as error:
-        return ended("validate", error)
-    try:
-        collect(source.name, hooks)
-    except (Exception, SystemExit) as error:
-        return ended("register", error)
+        stages.append("register")
+        return collect(source.name, hooks)
+
+    (outcome,) = outcomes_within(timeout_s, [load]) if is_third_party else [outcome_here(load)]
+    if outcome.error is not None:
+        return ended(stages[-1], outcome.error)
+    outcome.get()()  # here, so that a plugin that comes too late changes nothing any more
     return ended("loaded")
 
 

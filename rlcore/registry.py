@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from rlcore.deadline import call_within
+from rlcore.deadline import CallOutcome, outcome_here, outcomes_within
 from rlcore.device import Device
-from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError
+from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError, one_line
 from rlcore.launch import LaunchFacts
 from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
 from rlcore.settings import Settings, named_device
@@ -55,9 +56,11 @@ class Registry:
     """Devices that a plugin offered before it failed, and its error."""
     failed_probes: dict[str, BaseException] = field(default_factory=dict)
     """Devices whose probe raised, hung or answered wrongly in this process; they are not probed again."""
+    hung_devices: dict[tuple[str, int], TimeoutError] = field(default_factory=dict)
+    """Kind and index of devices that could not be made in time; they are not waited for again."""
 
-    def collect(self, plugin: str, hooks: pluggy.HookRelay) -> None:
-        """Add all registrations of one plugin, or none of them."""
+    def collect(self, plugin: str, hooks: pluggy.HookRelay) -> Callable[[], None]:
+        """Call the hooks of one plugin; return the function that puts all that they registered in force."""
         draft = _Draft(self, plugin)
         try:
             hooks.rlcore_register_devices(register=draft.device)
@@ -65,9 +68,12 @@ class Registry:
             hooks.rlcore_register_executors(register=draft.executor)
             hooks.rlcore_register_launchers(register=draft.launcher)
             hooks.rlcore_register_benchmarks(register=draft.benchmark)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self.refused_devices |= dict.fromkeys(draft.offered_devices, error)
             raise
+        return functools.partial(self._put_in_force, draft)
+
+    def _put_in_force(self, draft: _Draft) -> None:
         self.devices |= draft.devices
         for implementation in draft.ops:
             self.ops.setdefault(implementation.op, []).append(implementation)
@@ -169,13 +175,15 @@ def resolve(path: str) -> Any:
 def list_devices() -> list[DeviceInfo]:
     """Return every registered device, available ones first, then by priority. No device context is created."""
     ranked = sorted(registry().devices.values(), key=lambda entry: -entry[0].priority)
-    found = [_info(spec, plugin) for spec, plugin in ranked]
+    probes = _probe_all([spec for spec, _ in ranked])
+    found = [_info(*entry, probe) for entry, probe in zip(ranked, probes, strict=True)]
     return sorted(found, key=lambda info: not info.is_available)
 
 
 def device_info(kind: str) -> DeviceInfo:
     """Return the row of ``list_devices()`` for one kind, without probing the others."""
-    return _info(*registry().devices[_spec(kind).name])
+    spec, plugin = registry().devices[_spec(kind).name]
+    return _info(spec, plugin, _probe(spec))
 
 
 def get_device(name: str | torch.device | None = None) -> Device:
@@ -238,11 +246,28 @@ def _device(kind: str, index: int) -> Device:
         raise DeviceError(f"device {kind!r} is not available here: {probe.reason}. See `rlcore devices`.") from error
     if index >= probe.count:
         raise DeviceError(f"device '{kind}:{index}' does not exist; {kind} has {probe.count}: 0 to {probe.count - 1}")
-    try:
+    made = _made(spec, index)
+    if made.error is not None:
+        raise DeviceError(f"device '{kind}:{index}' could not be made: {one_line(made.error)}") from made.error
+    return made.get()
+
+
+def _made(spec: DeviceSpec, index: int) -> CallOutcome[Device]:
+    """Make a device, which is the code of its plugin; a third party's has a deadline."""
+    hung = registry().hung_devices
+    if (spec.name, index) in hung:
+        return CallOutcome(error=hung[spec.name, index])
+
+    def make() -> Device:
         device: Device = resolve(spec.loader)(spec, index)
         return device
-    except Exception as error:  # somebody else's code
-        raise DeviceError(f"device '{kind}:{index}' could not be made: {type(error).__name__}: {error}") from error
+
+    if _is_built_in(spec):
+        return outcome_here(make)
+    (made,) = outcomes_within(Settings.from_env().probe_timeout_s, [make])
+    if isinstance(made.error, TimeoutError):
+        hung[spec.name, index] = made.error
+    return made
 
 
 def _parse(wanted: str) -> tuple[str, int]:
@@ -271,9 +296,7 @@ def _spec(kind: str) -> DeviceSpec:
         raise DeviceError(f"device {kind!r} is missing because RLCORE_DISABLE_PLUGINS names its plugin")
     error = registry().refused_devices.get(kind) or (record and record.error)
     if error:
-        raise DeviceError(
-            f"device {kind!r} is missing because its plugin failed: {type(error).__name__}: {error}"
-        ) from error
+        raise DeviceError(f"device {kind!r} is missing because its plugin failed: {one_line(error)}") from error
     failed = [record.name for record in registry().plugins if record.error]
     but = f" (plugins that failed: {', '.join(failed)})" if failed else ""
     raise DeviceError(f"no device {kind!r}; registered: {', '.join(sorted(known))}{but}. See `rlcore devices`.")
@@ -294,32 +317,52 @@ def _reasons(devices: list[DeviceInfo]) -> str:
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
 
 
-def _info(spec: DeviceSpec, plugin: str) -> DeviceInfo:
-    probe, error = _probe(spec)
+def _info(spec: DeviceSpec, plugin: str, probed: _Probed) -> DeviceInfo:
+    probe, error = probed
     return DeviceInfo(spec.name, spec.vendor, probe.count, probe.is_available, probe.reason, plugin, error is not None)
 
 
-def _probe(spec: DeviceSpec) -> tuple[Probe, BaseException | None]:
+_Probed = tuple[Probe, BaseException | None]
+"""A device's answer, and the error that stands for it where the probe failed."""
+
+
+def _probe(spec: DeviceSpec) -> _Probed:
+    return _probe_all([spec])[0]
+
+
+def _probe_all(specs: Sequence[DeviceSpec]) -> list[_Probed]:
+    """Probe devices; those of third parties side by side, so that several that hang cost no more than one."""
     # A probe is third-party code: its failure means "not available, because ...", not a crash.
     failed = registry().failed_probes
-    if spec.name not in failed:
-        try:
-            return _ask(spec), None
-        except (Exception, SystemExit) as error:
-            failed[spec.name] = error
-            _record_failed_probe(spec, error)
-    failure = failed[spec.name]
-    return Probe(0, f"its probe failed: {type(failure).__name__}: {failure}"), failure
+    asked = [spec for spec in specs if spec.name not in failed]
+    answers = {}
+    for spec, outcome in zip(asked, _ask_all(asked), strict=True):
+        if outcome.error is None:
+            answers[spec.name] = outcome.get()
+        else:
+            failed[spec.name] = outcome.error
+            _record_failed_probe(spec, outcome.error)
+    return [(answers[spec.name], None) if spec.name in answers else _failure(failed[spec.name]) for spec in specs]
 
 
-def _ask(spec: DeviceSpec) -> Probe:
+def _failure(error: BaseException) -> _Probed:
+    return Probe(0, f"its probe failed: {one_line(error)}"), error
+
+
+def _ask_all(specs: Sequence[DeviceSpec]) -> list[CallOutcome[Probe]]:
     try:
-        import_torch()  # outside the probe: its time and its failure are not the plugin's
+        import_torch()  # outside the probes: its time and its failure are not the plugins'
     except TorchImportError as error:
-        return Probe(0, str(error))
-    if registry().devices[spec.name][1] in BUILT_IN:
-        return _checked_probe(spec)
-    return call_within(Settings.from_env().probe_timeout_s, _checked_probe, spec)
+        return [CallOutcome(Probe(0, str(error)))] * len(specs)
+    calls = {spec.name: functools.partial(_checked_probe, spec) for spec in specs}
+    of_others = [spec.name for spec in specs if not _is_built_in(spec)]
+    outcomes = outcomes_within(Settings.from_env().probe_timeout_s, [calls[name] for name in of_others])
+    answers = dict(zip(of_others, outcomes, strict=True))
+    return [answers.get(name) or outcome_here(call) for name, call in calls.items()]
+
+
+def _is_built_in(spec: DeviceSpec) -> bool:
+    return registry().devices[spec.name][1] in BUILT_IN
 
 
 def _checked_probe(spec: DeviceSpec) -> Probe:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore import probing
+from rlcore._torch_private import own_buffers, own_modules, own_parameters
 from rlcore.registry import registry, resolve
 
 logger = logging.getLogger(__name__)
@@ -58,10 +59,10 @@ def _kind(part: nn.Module) -> _NormKind | None:
     is_norm = type(part).__name__.endswith("RMSNorm") or getattr(part, "kernel_layer_name", None) == "RMSNorm"
     own = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
     eps = next((own[name] for name in _EPS if isinstance(own.get(name), float)), None)
-    weight = part._parameters.get("weight")
-    if not is_norm or eps is None or weight is None or weight.dim() != 1 or "forward" in own:
+    weight = own_parameters(part).get("weight")
+    if not is_norm or eps is None or weight is None or weight.dim() != 1:
         return None
-    if len(part._parameters) > 1 or part._buffers or part._modules or not all(map(_is_plain, own.values())):
+    if len(own_parameters(part)) > 1 or own_buffers(part) or own_modules(part) or not all(map(_is_plain, own.values())):
         return None
     return _NormKind(type(part), tuple(own.items()), len(weight), eps)
 
@@ -140,6 +141,6 @@ def _plain(kind: _NormKind, x: Tensor, weight: Tensor) -> Tensor:
     module = kind.cls.__new__(kind.cls)
     nn.Module.__init__(module)
     vars(module).update(kind.attributes)
-    module._parameters["weight"] = weight  # type: ignore[assignment]  # a leaf with a gradient
+    own_parameters(module)["weight"] = weight  # type: ignore[assignment]  # a leaf with a gradient
     result: Tensor = kind.cls.forward(module, x)
     return result

@@ -5,6 +5,7 @@ They are read when they are needed (``Settings.from_env()``), so that a program 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
@@ -27,7 +28,8 @@ class Settings:
     device: str | None = None
     """Device that ``get_device()`` returns when none is named, such as "cuda:1"."""
     debug: str = ""
-    """"1": check operator inputs synchronously; "pdb": also run workers in this process, for breakpoints."""
+    """"1": check operators' inputs synchronously, and that ranks call the same collective operations; "pdb": also run
+    workers in this process, for breakpoints."""
     log_level: str = "WARNING"
     """DEBUG, INFO, WARNING or ERROR."""
     strict_plugins: bool = False
@@ -35,11 +37,12 @@ class Settings:
     disable_plugins: tuple[str, ...] = ()
     """Entry-point names of plugins not to load, separated by commas; "all" means every third-party plugin."""
     probe_timeout_s: float = 10.0
-    """How long a third party's device may take to say whether it is there."""
+    """Seconds that a third party's plugin may take to load, and its device to say that it is there and what it can."""
     simulated: bool = False
     """Allows the vllm executor to start on a simulated device."""
     cache: Path = Path()
-    """Folder for generated files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore."""
+    """Folder for generated files such as the quickstart model; default $XDG_CACHE_HOME/rlcore or ~/.cache/rlcore, and
+    <temporary folder>/rlcore-cache-<user id> for a user without a home folder."""
     runtime: Path = Path()
     """For sockets and records of processes; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
 
@@ -52,7 +55,6 @@ class Settings:
         _refuse_unknown(env)
         temporary = Path(tempfile.gettempdir(), f"rlcore-{os.getuid()}")
         runtime_home = env.get("XDG_RUNTIME_DIR")
-        cache_home = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         disabled = env.get("RLCORE_DISABLE_PLUGINS", "")
         return cls(
             device=named_device(env),
@@ -62,10 +64,19 @@ class Settings:
             disable_plugins=tuple(name.strip() for name in disabled.split(",") if name.strip()),
             probe_timeout_s=_seconds(env, "RLCORE_PROBE_TIMEOUT_S", 10.0),
             simulated=_flag(env, "RLCORE_SIMULATED"),
-            cache=Path(env.get("RLCORE_CACHE") or cache_home / "rlcore"),
+            cache=Path(env.get("RLCORE_CACHE") or _default_cache(env)),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
             vllm_plain_weights=_flag(env, "RLCORE_VLLM_PLAIN_WEIGHTS"),
         )
+
+
+def _default_cache(env: Mapping[str, str]) -> Path:
+    if cache_home := env.get("XDG_CACHE_HOME"):
+        return Path(cache_home, "rlcore")
+    try:
+        return Path.home() / ".cache" / "rlcore"
+    except RuntimeError:  # no HOME, and a user id that the system has no name for, as containers give
+        return Path(tempfile.gettempdir(), f"rlcore-cache-{os.getuid()}")
 
 
 VARIABLES = tuple(_PREFIX + field.name.upper() for field in fields(Settings))
@@ -106,3 +117,14 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 def named_device(env: Mapping[str, str] = os.environ) -> str | None:
     """Return ``Settings.device`` alone, without the cost of reading and checking all variables."""
     return env.get("RLCORE_DEVICE") or None
+
+
+def is_debugging() -> bool:
+    """Return True if RLCORE_DEBUG is set."""
+    return _debugs(os.environ.get("RLCORE_DEBUG", ""))
+
+
+@functools.cache
+def _debugs(value: str) -> bool:
+    """Return the answer for a value of the variable; it is cached, as reading all settings takes 70 microseconds."""
+    return Settings.from_env({"RLCORE_DEBUG": value}).debug != ""

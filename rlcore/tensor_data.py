@@ -22,3 +22,15 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, [nbytes] uint8; they share its memory if it is contiguous.
+
+    ``view(-1)`` would keep the stride of a tensor of one element, such as ``logits[:, 0]`` of a single row, and torch
+    views only a stride of 1 as another dtype.
+    """
+    import torch
+
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -6,6 +6,7 @@ values as keys. The bytes are msgpack, so that a process of another version of P
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from rlcore.decoding import decode
+from rlcore.errors import InvalidInputError
 from rlcore.tensor_data import dtype_name, host_bytes
 
 INLINE_BYTES = 64 << 10
@@ -85,11 +88,22 @@ class _Extensions:
 
     def __call__(self, code: int, data: memoryview) -> Any:
         if code == _TENSOR:
-            return self._tensors[int.from_bytes(data, "little") - 1]
+            return self._left_out(int.from_bytes(data, "little"))
         if code == _SMALL_TENSOR:
             return tensor_from_bytes(data)
-        content = msgspec.msgpack.decode(data, ext_hook=self)
-        return tuple(content) if code == _TUPLE else self._others[code](content)
+        if code == _TUPLE:
+            return tuple(self.decode(data, list[Any]))
+        if code not in self._others:
+            raise InvalidInputError(f"these bytes are no tree: it has an extension of code {code}")
+        return self._others[code](self.decode(data, Any))
+
+    def decode(self, data: bytes | memoryview, kind: Any) -> Any:
+        return decode(data, kind, "tree", error=InvalidInputError, ext_hook=self)
+
+    def _left_out(self, number: int) -> Tensor:
+        if number not in range(1, len(self._tensors) + 1):
+            raise InvalidInputError(f"these bytes are no tree: it refers to tensor {number} of {len(self._tensors)}")
+        return self._tensors[number - 1]
 
 
 def decode_tree(data: bytes, tensors: list[Tensor], others: Mapping[int, Callable[[Any], Any]] | None = None) -> Any:
@@ -97,9 +111,13 @@ def decode_tree(data: bytes, tensors: list[Tensor], others: Mapping[int, Callabl
 
     Args:
         tensors: those that were left out.
-        others: makes a value of the content of an ``Extension``, by code.
+        others: makes a value of the content of an ``Extension``, by code. What they raise is raised, but for ValueError
+            and TypeError.
+
+    Raises:
+        InvalidInputError: the bytes are something else.
     """
-    return msgspec.msgpack.decode(data, ext_hook=_Extensions(tensors, others or {}))
+    return _Extensions(tensors, others or {}).decode(data, Any)
 
 
 def tensor_to_bytes(tensor: Tensor) -> bytes:
@@ -109,8 +127,16 @@ def tensor_to_bytes(tensor: Tensor) -> bytes:
 
 
 def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
-    """Return the tensor that ``tensor_to_bytes`` wrote, in memory of its own."""
-    dtype, shape, values = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
+    """Return the tensor that ``tensor_to_bytes`` wrote, in memory of its own.
+
+    Raises:
+        InvalidInputError: the bytes are something else.
+    """
+    name, shape, values = decode(data, tuple[str, tuple[int, ...], bytes], "tensor", error=InvalidInputError)
+    dtype: Any = getattr(torch, name, None)
+    is_kind = isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0
+    if not is_kind or math.prod(shape) * dtype.itemsize != len(values):
+        raise InvalidInputError(f"these {len(values)} bytes are no {name} of shape {shape}")
     flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
     # A clone, as torch cannot resize the storage of a buffer that Python owns.
-    return flat.view(getattr(torch, dtype)).view(shape).clone()
+    return flat.view(dtype).view(shape).clone()

@@ -6,6 +6,7 @@ It needs no torch: a plugin's registration must import in milliseconds on a mach
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -115,7 +116,7 @@ class Probe:
     count: int
     """Number of usable devices; 0 means not available."""
     reason: str = ""
-    """Why it is not available."""
+    """The reason why it is not available."""
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or self.count < 0:
@@ -139,7 +140,7 @@ class DeviceInfo:
     count: int
     is_available: bool
     reason: str
-    """Why it is not available; empty when it is."""
+    """The reason why it is not available; empty when it is."""
     plugin: str
     """The plugin that registered it."""
     is_broken: bool = False
@@ -255,14 +256,11 @@ class _Handle:
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read the bytes of ``to_bytes``. Raises InvalidInputError for any others."""
-        import msgspec
+        from rlcore.decoding import decode
 
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidInputError(f"{cls.__name__}.from_bytes takes what to_bytes gave, got {type(data).__name__}")
-        try:
-            handle = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}: {error}") from error
+        handle: Self = decode(data, cls, cls.__name__, error=InvalidInputError)
         if handle.to_bytes() != data:  # unknown fields belong to another kind of handle
             raise InvalidInputError(f"these {len(data)} bytes are no {cls.__name__}, but have some of its fields")
         return handle
@@ -370,8 +368,18 @@ class SyncReport:
     seconds: float
     calls_s: Mapping[str, float]
     """Seconds of each call to the two sides by its method, such as "pull"; calls may run side by side."""
-    slabs_wait_by: str = ""
+    staging_waits_by: str = ""
     """How the two sides of staging buffers wait for each other: "event", their devices by interprocess events; "host",
     each process for its own device; "" where no staging buffer was used."""
     why_on_host: str = ""
     """The reason why "packed" used shared memory of the host instead of the devices; "" if it did not."""
+
+    @property
+    def slabs_wait_by(self) -> str:
+        """The former name of ``staging_waits_by``, deprecated."""
+        warnings.warn(
+            "SyncReport.slabs_wait_by is called staging_waits_by now, and the next version no longer has it",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.staging_waits_by

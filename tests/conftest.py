@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.warm import LIMIT_S
+
 ROOT = Path(__file__).resolve().parent.parent
 
 pytest_plugins = ["tests.summary"]
@@ -47,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MARKER",
         help="a test with this marker that is skipped, or a file that is, has failed: what it needs should be there",
     )
+    parser.addoption("--chaos-minutes", type=float, default=2.0, help="how long tests/chaos runs `rlcore chaos`")
 
 
 def pytest_configure() -> None:
@@ -142,7 +145,7 @@ def run_python() -> RunPython:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=LIMIT_S,
             check=False,
         )
 
@@ -162,3 +165,24 @@ def times_as_long() -> Callable[[Callable[[], Any], Callable[[], Any]], float]:
         return found / reference
 
     return compare
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """The folder of a control group with 64 MiB of memory."""
+    root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"  # version 1
+    if not root.is_dir():
+        root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    folder = root / f"rlcore-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs the right to make a control group (root has it): {error}")
+    try:
+        try:
+            (folder / limit).write_text(str(64 << 20))
+        except OSError as error:
+            pytest.skip(f"needs a control group whose memory can be limited: {error}")
+        yield folder
+    finally:
+        folder.rmdir()

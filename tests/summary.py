@@ -13,21 +13,45 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("rlcore", "bench", "collectives", "devices", "engines", "kernels")
+FOLDERS = ("rlcore", "bench", "collectives", "devices", "engines", "examples", "kernels")
 
 ELSEWHERE = {
-    "rlcore.__main__": "`python -m rlcore`, in processes of tests/cli",
-    "rlcore.conformance": "pytest processes of tests/conformance",
-    "rlcore.devices.ascend.attention": "tests/devices/ascend under torch_npu",
-    "rlcore.devices.ascend.norm": "tests/devices/ascend under torch_npu",
-    "rlcore.doctor.examine": "`rlcore doctor`, in processes of tests/doctor",
-    "rlcore.engines.sampling.vllm.plugin": "vLLM's processes, in tests/engines/sampling/vllm",
-    "rlcore.engines.launchers.worker_main": "worker processes, in tests/engines/launchers",
-    "rlcore.engines.launchers.worker_server": "worker processes, in tests/engines/launchers",
-    "rlcore.kernels.linear.rows": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
-    "rlcore.kernels.linear.tiled": "a GPU, or Triton's interpreter in tests/kernels/interpreted_triton.py",
+    "tests/cli/test_cli.py": ("rlcore.__main__",),
+    "tests/conformance/test_conformance.py": tuple(
+        f"rlcore.conformance.{name}"
+        for name in (
+            *("accuracy", "collective_tasks", "ipc_tasks", "launch_tasks", "memory_tasks"),
+            *("peer", "plugin", "promise", "under_test", "work"),
+            *("test_arguments", "test_capabilities", "test_collectives", "test_host_memory", "test_identity"),
+            *("test_ipc", "test_launch", "test_memory", "test_profiler", "test_streams", "test_training"),
+        )
+    ),
+    "tests/conformance/test_executor_conformance.py": tuple(
+        f"rlcore.conformance.{name}"
+        for name in (
+            *("ends", "reference", "tiny_model"),
+            *("inference_executor", "inference_executor.conftest", "inference_executor.test_ends"),
+            *("inference_executor.test_generate", "inference_executor.test_moves"),
+            *("inference_executor.test_requests", "inference_executor.test_weights"),
+            *("train_executor", "train_executor.conftest", "train_executor.test_ends_of_training"),
+            *("train_executor.test_offloads", "train_executor.test_state", "train_executor.test_steps"),
+            "train_executor.test_sync",
+        )
+    ),
+    "tests/devices/ascend/test_simulated.py": ("rlcore.devices.ascend.attention", "rlcore.devices.ascend.norm"),
+    "tests/doctor/test_doctor_command.py": ("rlcore.doctor.examine",),
+    "tests/engines/launchers/test_worker_calls.py": (
+        "rlcore.engines.launchers.worker_main",
+        "rlcore.engines.launchers.worker_server",
+    ),
+    "tests/engines/sampling/vllm/test_vllm_serve.py": ("rlcore.engines.sampling.vllm.plugin",),
+    "tests/examples/test_examples.py": tuple(
+        f"rlcore.examples.{name}"
+        for name in ("framework_author", "hardware_buyer", "researcher", "rlite_tutorial", "sampler_parity")
+    ),
+    "tests/kernels/interpreted_triton.py": ("rlcore.kernels.linear.rows", "rlcore.kernels.linear.tiled"),
 }
-"""Modules, or packages of them, that are imported in other processes than those of the tests -> where."""
+"""A file of tests -> the modules that it has other processes import, which therefore no process of the tests does."""
 
 _BEGAN = pytest.StashKey[float]()
 _IMPORTED = pytest.StashKey[set[str]]()
@@ -64,11 +88,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def unreached(imported: set[str], root: Path = ROOT) -> list[str]:
     """Return the modules of rlcore that are not ``imported``, but for those of `ELSEWHERE`."""
-    return sorted(name for name in set(_modules(root)) - imported if not _is_elsewhere(name))
-
-
-def _is_elsewhere(name: str) -> bool:
-    return any(name == known or name.startswith(f"{known}.") for known in ELSEWHERE)
+    return sorted(set(_modules(root)).difference(imported, *ELSEWHERE.values()))
 
 
 def _modules(root: Path) -> Iterator[str]:
@@ -83,12 +103,13 @@ def _modules(root: Path) -> Iterator[str]:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for name in config.stash.get(_UNREACHED, []):
         terminalreporter.line(f"FAILED: no test imports {name}", red=True)
+    if terminalreporter.stats.get("skipped"):  # else pytest's own last line says it all
 
+        def say() -> None:
+            seconds = time.monotonic() - config.stash[_BEGAN]
+            terminalreporter.line(f"{last_line(terminalreporter.stats)}, {seconds:.0f} s")
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter and reporter.stats.get("skipped"):  # else pytest's own last line says it all
-        reporter.line(f"{last_line(reporter.stats)}, {time.monotonic() - config.stash[_BEGAN]:.0f} s")
+        terminalreporter.summary_stats = say
 
 
 def last_line(stats: dict[str, list[Any]]) -> str:

@@ -7,23 +7,45 @@ planted trees that break it.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
+import inspect
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+import rlcore
+import rlcore.nn
+import rlcore.ops
+from rlcore.compat import rlite
+from rlcore.device import Collectives, Device, Memory, Profiler, Streams
+from rlcore.hookspecs import Hooks
+from rlcore.launch import LaunchFacts
+from rlcore.types import DeviceSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("bench", "collectives", "devices", "engines", "kernels")
+LINKED = (*FOLDERS, "examples")
+"""Folders of the root that rlcore/ has links to. The examples are programs and no part of the layers."""
 BASE = {
+    "_torch_private",
     "arguments",
     "atomic",
     "compute_dtype",
     "deadline",
+    "decoding",
     "device",
     "errors",
+    "file_lock",
+    "held_memory",
     "types",
     "hookspecs",
     "launch",
@@ -54,7 +76,7 @@ BELOW = {
 
 ROOMS = {
     "engines": (
-        ("residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
+        ("_torch_private", "residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
             "completion", "params", "model_folder", "prompts", "progress", "request_queue"))),
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
@@ -63,7 +85,8 @@ ROOMS = {
         ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
     ),
     "kernels": (
-        ("dispatch", "operands", "softmax_rows", "chunks", "cu_seqlens", "packing", "triton_programs"),
+        ("_torch_private", "dispatch", "operands", "softmax_rows", "chunks", "cu_seqlens", "packing",
+            "triton_programs"),
         ("autograd", "losses", "returns", "strided_copy", "triton_target"),
         ("token",),
         ("linear",),
@@ -76,6 +99,18 @@ VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|ca
 
 HALF_SENTENCES = {"Of", "What", "Whether", "Those"}
 
+PRIVATE_OF_TORCH = {
+    name
+    for owner in (
+        *(torch, torch.Tensor, torch.UntypedStorage, torch.nn.Module(), torch.optim.Optimizer),
+        *(torch.autograd.Variable, torch._ops.OpOverload, FSDPModule, FSDPState, distributed_c10d),
+        *(dist.Backend, dist.ProcessGroup, dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options),
+    )
+    for name in dir(owner)
+    if re.match("_[^_]", name)
+}
+"""The private attributes of torch's modules and classes."""
+
 DEVICE_TYPE = {"type", "device_type", "torch_type"}
 DEVICE_NAME = re.compile(r"cpu|cuda|hip|npu|xpu|mps|hpu|musa|mlu|privateuseone")
 
@@ -87,7 +122,7 @@ Rule = Callable[[Path], list[str]]
 
 def broken_links(root: Path) -> list[str]:
     found = []
-    for folder in FOLDERS:
+    for folder in LINKED:
         link = root / "rlcore" / folder
         if not (link.is_symlink() and link.readlink() == Path("..", folder) and link.is_dir()):
             found.append(f"rlcore/{folder} is not a link to ../{folder}")
@@ -128,14 +163,14 @@ def upward_imports_within(root: Path) -> list[str]:
 
 
 def docstrings_without_subject(root: Path) -> list[str]:
-    """Docstrings that begin as half a sentence."""
+    """Docstrings of modules, classes, functions and attributes that begin as half a sentence."""
     return [
-        f"{path.relative_to(root)}:{node.body[0].lineno} begins with {text.split()[0]!r}"
+        f"{path.relative_to(root)}:{line} begins with {text.split()[0]!r}"
         for path in _python_files(root)
         for node in _nodes(path)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and (text := ast.get_docstring(node))
-        and text.split()[0] in HALF_SENTENCES
+        for line, text in _docstrings(node.body)
+        if text.split()[0] in HALF_SENTENCES
     ]
 
 
@@ -191,6 +226,24 @@ def torch_cuda_elsewhere(root: Path) -> list[str]:
     return sorted(set(found))
 
 
+def private_names_of_torch(root: Path) -> list[str]:
+    """Uses of torch's private modules and attributes outside the files called ``_torch_private.py``."""
+    found = []
+    for path in _python_files(root):
+        if path.name == "_torch_private.py":
+            continue
+        for node in _nodes(path):
+            if isinstance(node, ast.Import):
+                uses = [alias.name for alias in node.names if _is_private_module(alias.name)]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                uses = [name for name in names if _is_private_module(name)]
+            else:
+                uses = [node.attr] if isinstance(node, ast.Attribute) and _is_private_attribute(node) else []
+            found += [f"{path.relative_to(root)}:{node.lineno} uses {name}" for name in uses]
+    return found
+
+
 def comparisons_with_a_device(root: Path) -> list[str]:
     """``x.type == "cuda"`` and its like outside devices/: ask the device for a fact or a capability instead."""
     found = []
@@ -210,7 +263,24 @@ def comparisons_with_a_device(root: Path) -> list[str]:
     return found
 
 
+def public_names_without_test(root: Path, names: Iterable[str] | None = None) -> list[str]:
+    """Public names, those that the project offers if not given, that no test has as a word."""
+    files = [path for path in (root / "tests").rglob("*.py") if path.name != "test_layout.py"]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text("utf-8"))}
+    return sorted(set(public_names() if names is None else names) - words)
+
+
 # ------------------------------------------------------------------------------------------------ helpers
+
+
+def public_names() -> Iterator[str]:
+    """Yield what users import, and the members of what plugins write."""
+    yield from (name for name in (*rlcore.__all__, *rlcore.ops.__all__, *rlite.__all__) if name != "__version__")
+    own = {name: value for name, value in vars(rlcore.nn).items() if getattr(value, "__module__", "") == "rlcore.nn"}
+    for names in (own, *map(vars, (Hooks, Device, Memory, Streams, Collectives, Profiler, LaunchFacts, rlite.nn))):
+        yield from (name for name in names if not name.startswith("_"))
+    yield from (field.name for field in dataclasses.fields(DeviceSpec))
+    yield from inspect.signature(rlite.init).parameters
 
 
 def _floor(part: str, module: str) -> int | None:
@@ -258,6 +328,27 @@ def _rlcore_imports(path: Path) -> Iterator[tuple[int, str]]:
                     yield node.lineno, str(argument.value)
 
 
+def _is_private_module(name: str) -> bool:
+    first, *others = name.split(".")
+    return first == "torch" and any(part.startswith("_") or part == "distributed_c10d" for part in others)
+
+
+def _is_private_attribute(node: ast.Attribute) -> bool:
+    """Return True for an attribute that torch has, but not on an object of the class that the code is in."""
+    if node.attr == "distributed_c10d":
+        return True
+    return node.attr in PRIVATE_OF_TORCH and ast.unparse(node.value) not in {"self", "cls", "os", "torch_npu"}
+
+
+def _docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the docstring of a body, and of those of its attributes."""
+    for statement in body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            text = statement.value.value
+            if isinstance(text, str) and text.strip():
+                yield statement.lineno, text
+
+
 def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -297,7 +388,9 @@ def _words(path: Path) -> Iterator[tuple[int, str]]:
         root_name_imports,
         vendors_named_in_kernels,
         torch_cuda_elsewhere,
+        private_names_of_torch,
         comparisons_with_a_device,
+        public_names_without_test,
     ],
 )
 def test_repository_keeps_rule(rule: Rule) -> None:
@@ -308,10 +401,10 @@ def test_links_are_committed_as_links() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listing = subprocess.run(
-        ["git", "ls-files", "--stage", *(f"rlcore/{folder}" for folder in FOLDERS)],
+        ["git", "ls-files", "--stage", *(f"rlcore/{folder}" for folder in LINKED)],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
-    assert [line.split()[0] for line in listing.splitlines()] == ["120000"] * len(FOLDERS)
+    assert [line.split()[0] for line in listing.splitlines()] == ["120000"] * len(LINKED)
 
 
 def test_root_folder_names_are_not_importable_from_elsewhere(tmp_path: Path, run_python: Callable) -> None:
@@ -350,10 +443,10 @@ def test_every_file_imports_under_rlcore(tmp_path: Path, run_python: Callable) -
 
 
 def plant(root: Path, file: str, text: str) -> Path:
-    for folder in FOLDERS:
+    for folder in LINKED:
         (root / folder).mkdir(exist_ok=True)
     (root / "rlcore").mkdir(exist_ok=True)
-    for folder in FOLDERS:
+    for folder in LINKED:
         (root / "rlcore" / folder).symlink_to(Path("..", folder))
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)
@@ -368,11 +461,12 @@ def test_a_folder_instead_of_a_link_is_found(tmp_path: Path) -> None:
     assert broken_links(root) == ["rlcore/bench is not a link to ../bench"]
 
 
-def test_a_link_to_the_wrong_folder_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["bench", "examples"])
+def test_a_link_to_the_wrong_folder_is_found(tmp_path: Path, folder: str) -> None:
     root = plant(tmp_path, "rlcore/errors.py", "")
-    (root / "rlcore" / "bench").unlink()
-    (root / "rlcore" / "bench").symlink_to(Path("..", "engines"))
-    assert broken_links(root) == ["rlcore/bench is not a link to ../bench"]
+    (root / "rlcore" / folder).unlink()
+    (root / "rlcore" / folder).symlink_to(Path("..", "engines"))
+    assert broken_links(root) == [f"rlcore/{folder} is not a link to ../{folder}"]
 
 
 def test_a_package_in_the_root_is_found(tmp_path: Path) -> None:
@@ -429,8 +523,12 @@ def test_an_import_that_points_up_within_a_part_is_found(tmp_path: Path, file: s
 
 
 def test_half_a_sentence_and_a_name_used_twice_are_found(tmp_path: Path) -> None:
-    root = plant(tmp_path, "engines/a.py", 'class A:\n    """What it is."""\n\n\nclass _A:\n    """It is."""\n')
-    assert docstrings_without_subject(root) == ["engines/a.py:2 begins with 'What'"]
+    code = 'class A:\n    """What it is."""\n\n\nclass _A:\n    """It is."""\n\n    x = 1\n    """Of all."""\n'
+    root = plant(tmp_path, "engines/a.py", code)
+    assert docstrings_without_subject(root) == [
+        "engines/a.py:2 begins with 'What'",
+        "engines/a.py:9 begins with 'Of'",
+    ]
     assert class_names_used_twice(root) == ["class A: engines/a.py:1, engines/a.py:5"]
 
 
@@ -466,6 +564,33 @@ def test_torch_cuda_is_found_outside_its_folder(tmp_path: Path, code: str) -> No
 @pytest.mark.parametrize(
     "code",
     [
+        "torch._foreach_copy_(a, b)",
+        "import torch._dynamo",
+        "from torch import _dynamo",
+        "from torch.utils._pytree import tree_map",
+        "import torch.distributed.distributed_c10d as c10d",
+        "dist.distributed_c10d.new_group()",
+        "module._parameters['weight'] = 1",
+        "key = tensor.untyped_storage()._cdata",
+        "group._set_group_name('x')",
+        "state = block._get_fsdp_state()",
+    ],
+)
+def test_a_private_name_of_torch_is_found_outside_its_file(tmp_path: Path, code: str) -> None:
+    root = plant(tmp_path, "engines/a.py", code)
+    (root / "engines" / "_torch_private.py").write_text(code)
+    (found,) = private_names_of_torch(root)
+    assert found.startswith("engines/a.py:1 uses ")
+
+
+def test_own_private_names_are_not_those_of_torch(tmp_path: Path) -> None:
+    code = "from rlcore.kernels import _torch_private\nself._parameters = found._replace(x=1)\nfound._asdict()"
+    assert private_names_of_torch(plant(tmp_path, "engines/a.py", code)) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
         "if device.type == 'cuda': ...",
         "x = 1 if 'npu' != tensor.device.type else 2",
         "a = device.type in ('cuda', 'xpu')",
@@ -477,6 +602,15 @@ def test_a_comparison_with_a_device_is_found(tmp_path: Path, code: str) -> None:
     root = plant(tmp_path, "engines/a.py", code)
     (root / "devices" / "generic.py").write_text(code)
     assert comparisons_with_a_device(root) == ["engines/a.py:1 asks which device it is"]
+
+
+def test_a_public_name_that_is_in_no_test_is_found(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "base").mkdir(parents=True)
+    (tmp_path / "tests" / "base" / "test_one.py").write_text("assert balance([1], max_tokens=2)")
+    (tmp_path / "tests" / "test_layout.py").write_text("'gae'")
+    assert public_names_without_test(tmp_path, ["balance", "max_token", "gae"]) == ["gae", "max_token"]
+    assert {"TrainEngine", "gae", "TrainModule", "rlcore_register_launchers", "vllm_plugin"} <= {*public_names()}
+    assert {"new_backend", "host_alloc", "worker_environment", "Fsdp2TrainModule", "dedup_logs"} <= {*public_names()}
 
 
 def test_other_types_may_be_compared(tmp_path: Path) -> None:

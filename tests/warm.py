@@ -31,6 +31,10 @@ ENGINES = (
 )
 """What programs with engines, and the quickstart, import of others; as long again as torch."""
 
+LIMIT_S = 570
+"""How long a program of a test may take: a little less than a test (``timeout`` in pyproject.toml), so that a program
+that hangs is killed and named, and a busy machine fails nothing."""
+
 _PROGRAM = str(Path(warm_process.__file__))
 
 
@@ -48,7 +52,9 @@ def run_warm(
     """Run code, or ``["-m", "module", ...]``, as the fixture run_python does, with ``env`` added to the environment."""
     command = [*warm(*modules), *(["-c", code] if isinstance(code, str) else code)]
     everything = without_settings() | (env or {})
-    return subprocess.run(command, env=everything, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+    return subprocess.run(
+        command, env=everything, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

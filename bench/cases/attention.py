@@ -1,17 +1,20 @@
-"""Causal attention of torch at the lengths of reinforcement learning, forward, and forward with backward.
+"""Causal attention of torch at the lengths of reinforcement learning, and layers over packed sequences.
 
-Letters: L length, N query heads, D size of a head.
+Letters: L length, N query heads, D size of a head, T tokens, H hidden size.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.bench.cases.models import ModelShape, transformers_class
 from rlcore.device import Device
 from rlcore.tensor_data import dtype_name
 
@@ -70,6 +73,79 @@ def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, upstream:
         expect(error <= tolerance, f"the {name} differs from float64 by {error:.1e}, more than {tolerance:.1e}")
 
 
+# ------------------------------------------------------------------------------- layers over packed sequences
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Relative, between packed and padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersSize:
+    shape: ModelShape
+    T: int
+    longest: int
+    shortest: int
+    dtype: torch.dtype
+
+
+_ACCELERATOR_LAYERS = _LayersSize(ModelShape("", 1536, 6144, 4, 12, 2, 1024), 16_384, 4096, 512, torch.bfloat16)
+"""Layers of Qwen2.5-1.5B. Backward holds 0.36 MB for each token that runs, and padded 25 x 4,096 do: 37 GB, where
+shortest sequences of 64 (193 x 4,096 tokens) would take 288 GB."""
+_HOST_LAYERS = _LayersSize(ModelShape("", 128, 512, 2, 4, 2, 1024, head_size=32), 1024, 512, 16, torch.float32)
+
+
+def _even(size: _LayersSize) -> list[int]:
+    return [size.T // 8] * 8
+
+
+def _uneven(size: _LayersSize) -> list[int]:
+    """One of the longest, and the rest each the shortest."""
+    return [size.longest] + [size.shortest] * ((size.T - size.longest) // size.shortest)
+
+
+def _prepare_packed(lengths_of: Callable[[_LayersSize], list[int]], device: Device) -> Work:
+    model_class = transformers_class("Qwen2Model")
+    from rlcore.packed.attention import explain, packed_hidden_states  # transformers is an extra
+
+    size = _HOST_LAYERS if device.spec.is_host else _ACCELERATOR_LAYERS
+    shape, lengths = size.shape, lengths_of(size)
+    device.seed(0)
+    with device.torch_device:
+        decoder = model_class._from_config(shape.config(), dtype=size.dtype)
+    input_ids = torch.randint(shape.vocabulary, (sum(lengths),), device=device.torch_device)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    weight_TH = torch.randn(sum(lengths), shape.hidden, device=device.torch_device)
+    leaves = tuple(decoder.layers[0].parameters())
+
+    def run(implementation: str | None) -> tuple[Tensor, ...]:
+        hidden_TH = packed_hidden_states(decoder, input_ids, cu_seqlens, implementation=implementation)
+        return hidden_TH.detach(), *torch.autograd.grad((hidden_TH * weight_TH).sum(), leaves)
+
+    expected = run("padded")
+
+    def check(result: tuple[Tensor, ...]) -> None:
+        for found, wanted in zip(result, expected, strict=True):
+            error = float((found - wanted).float().norm() / wanted.float().norm())
+            expect(error <= _TOLERANCE[size.dtype], f"packed differs from padded by {error:.1e}")
+
+    chosen = explain(decoder, device.torch_device, size.dtype).implementation
+    return Work(
+        (
+            Contender(chosen, functools.partial(run, None), check),
+            Contender("padded", functools.partial(run, "padded"), check),
+        ),
+        {
+            "T": sum(lengths),
+            "sequences": len(lengths),
+            "longest": max(lengths),
+            "H": shape.hidden,
+            "layers": shape.layers,
+            "dtype": dtype_name(size.dtype),
+        },
+        runs_on="stream",
+    )
+
+
 cases = (
     Case(
         "attention/forward",
@@ -83,5 +159,15 @@ cases = (
         "causal attention by torch, forward and backward",
         functools.partial(_prepare, True),
         estimate_s=6.0,
+    ),
+    Case(
+        "packed_attention/even",
+        "forward and backward of layers over 8 sequences of one length, packed and padded",
+        functools.partial(_prepare_packed, _even),
+    ),
+    Case(
+        "packed_attention/uneven",
+        "forward and backward of layers over one long sequence and many short ones, packed and padded",
+        functools.partial(_prepare_packed, _uneven),
     ),
 )

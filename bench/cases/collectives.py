@@ -8,15 +8,16 @@ reduce-scatter and all-to-all, 1 for broadcast, as in nccl-tests. t is the slowe
 from __future__ import annotations
 
 import functools
-import statistics
 import time
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
-import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.timing import Measured, self_timed
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
@@ -35,20 +36,14 @@ _NUM_RUNS = 5
 _ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
 
 
-class _RankTimes(msgspec.Struct, frozen=True):
-    """The times that one rank saw."""
-
-    seconds: list[float]
-    is_right: bool
-
-
 class _Rank:
     """Does a collective many times; all ranks do the same."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
 
-    def measure(self, op: Op, nbytes: int, iterations: int) -> _RankTimes:
+    def measure(self, op: Op, nbytes: int, iterations: int) -> tuple[list[float], bool]:
+        """Return the seconds of each iteration, and whether the result is right."""
         import torch.distributed as dist
 
         group = self._context.process_group(_TIMEOUT_S)
@@ -76,7 +71,7 @@ class _Rank:
             calls[op]()
             device.synchronize()
             seconds.append(time.perf_counter() - started)
-        return _RankTimes(seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device)))
+        return seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device))
 
     def close(self) -> None:
         pass
@@ -107,21 +102,14 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
     group = start_workers(_Rank, "the bench", names, launcher="process", timeout_s=_TIMEOUT_S)
     backend = device.collectives.backend
 
-    def run(nbytes: int) -> list[_RankTimes]:
+    def run(nbytes: int) -> Measured:
         iterations = _FEW_ITERATIONS if nbytes >= _FEW_FROM else _ITERATIONS
-        found: list[_RankTimes] = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
-        return found
+        found = group.call("measure", [((op, nbytes, iterations), {})] * ranks)
+        return _measured(nbytes, bus_factor(op, ranks), *zip(*found, strict=True))
 
     def contender(nbytes: int) -> Contender:
-        return Contender(
-            backend,
-            functools.partial(run, nbytes),
-            _check,
-            seconds=lambda done: statistics.median(_slowest(done)),
-            quantities=functools.partial(_quantities, nbytes, bus_factor(op, ranks)),
-            params={"bytes": nbytes},
-            limits={"link": max(1, round(nbytes * bus_factor(op, ranks)))},
-        )
+        need = {"link": max(1, round(nbytes * bus_factor(op, ranks)))}
+        return self_timed(backend, functools.partial(run, nbytes), _check, params={"bytes": nbytes}, limits=need)
 
     return Work(
         tuple(map(contender, sizes)),
@@ -131,30 +119,26 @@ def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
     )
 
 
-def _check(done: list[_RankTimes]) -> None:
-    wrong = [rank for rank, one in enumerate(done) if not one.is_right]
+def _check(is_right: Sequence[bool]) -> None:
+    wrong = [rank for rank, one in enumerate(is_right) if not one]
     expect(not wrong, f"a wrong result arrived at rank {wrong}")
 
 
-def _slowest(done: list[_RankTimes]) -> list[float]:
-    """Return the slowest rank's time of each iteration."""
-    return [max(times) for times in zip(*(one.seconds for one in done), strict=True)]
-
-
-def _quantities(nbytes: int, factor: float, done: list[_RankTimes]) -> dict[str, Quantity]:
-    slowest = sorted(_slowest(done))
-    median = statistics.median(slowest)
-    fastest = [min(times) for times in zip(*(one.seconds for one in done), strict=True)]
-    late = statistics.median(slow / fast for slow, fast in zip(_slowest(done), fastest, strict=True))
-    return {
-        "p99": Quantity(slowest[min(len(slowest) - 1, round(0.99 * len(slowest)))], "s"),
+def _measured(nbytes: int, factor: float, seconds: Sequence[list[float]], is_right: Sequence[bool]) -> Measured:
+    """Return the time of the slowest rank, from the seconds that each saw of each iteration."""
+    times = np.array(seconds)
+    slowest = times.max(axis=0)
+    median = float(np.median(slowest))
+    quantities = {
+        "p99": Quantity(float(np.percentile(slowest, 99, method="nearest")), "s"),
         "algorithm_bandwidth": Quantity(nbytes / median, "B/s"),
         "bus_bandwidth": Quantity(nbytes * factor / median, "B/s"),
-        "slowest_to_fastest_rank": Quantity(late, "1"),
+        "slowest_to_fastest_rank": Quantity(float(np.median(slowest / times.min(axis=0))), "1"),
     }
+    return Measured(is_right, median, quantities)
 
 
-def _case(op: Op, *, is_large: bool = False) -> Case:
+def _case(op: Op, *, is_large: bool) -> Case:
     sizes, span = (_LARGE, "128 MiB and 1 GiB (on a host the first)") if is_large else (_SMALL, "8 B to 16 MiB")
     return Case(
         f"collectives/{op}{'_large' * is_large}",
@@ -166,7 +150,4 @@ def _case(op: Op, *, is_large: bool = False) -> Case:
     )
 
 
-cases = (
-    *(_case(op) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")),
-    *(_case(op, is_large=True) for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")),
-)
+cases = tuple(_case(op, is_large=is_large) for is_large in (False, True) for op in get_args(Op))

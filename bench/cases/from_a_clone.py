@@ -13,19 +13,9 @@ def _prepare(device: Device) -> Work:
     raise UnsupportedError("a case beside other libraries in this installation", f"it {_HOW}")
 
 
-cases = (
-    Case(
-        "kernels/peers",
-        f"the operators of other libraries beside those of rlcore; {_HOW}",
-        _prepare,
-        effort="full",
-        estimate_s=0.1,
-    ),
-    Case(
-        "weight_sync/vllm",
-        f"new weights for real vLLM, and the turn around it; {_HOW}",
-        _prepare,
-        effort="full",
-        estimate_s=0.1,
-    ),
-)
+_TOLD = {
+    "kernels/peers": "the operators of other libraries beside those of rlcore",
+    "weight_sync/vllm": "new weights for real vLLM, and the turn around it",
+}
+
+cases = tuple(Case(name, f"{told}; {_HOW}", _prepare, effort="full", estimate_s=0.1) for name, told in _TOLD.items())

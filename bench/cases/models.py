@@ -1,11 +1,11 @@
-"""Language models for the cases: Qwen2 of known shapes with random weights, and what they are given."""
+"""Language models for the cases: Qwen of known shapes with random weights, and what they are given."""
 
 from __future__ import annotations
 
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlcore.tensor_data import dtype_name
 
 _STD = 0.02
 """The deviation of random weights, as transformers starts them."""
+_FILE_BYTES = 4 << 30
 
 
 def transformers_class(name: str) -> Any:
@@ -32,47 +33,82 @@ def transformers_class(name: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """The shape of a dense Qwen2."""
+class ModelShape:
+    """The shape of a decoder of the Qwen family: grouped-query attention, a gated MLP or experts."""
 
     name: str
     hidden: int
     inner: int
+    """The width of the MLP, or of one expert."""
     layers: int
     heads: int
     kv_heads: int
     vocabulary: int
-    is_tied: bool
+    head_size: int = 128
+    is_tied: bool = False
+    experts: int = 0
+    """0: the MLP is dense."""
+
+    @property
+    def q(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_size
+
+    @property
+    def mlps(self) -> int:
+        """The number of MLPs in each layer."""
+        return max(1, self.experts)
+
+    @property
+    def num_multiplied(self) -> int:
+        """Parameters of a dense one that take part in a product for each token: the head does, the embedding not."""
+        attention = 2 * self.hidden * (self.q + self.kv)
+        return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocabulary
+
+    def divided(self, by: int) -> ModelShape:
+        """Divide every width by ``by``; layers, heads and experts stay as many."""
+        widths = {name: getattr(self, name) // by for name in ("vocabulary", "hidden", "inner", "head_size")}
+        return replace(self, **widths)
+
+    @property
+    def class_name(self) -> str:
+        """The name of the model's class in transformers."""
+        return "Qwen3MoeForCausalLM" if self.experts else "Qwen2ForCausalLM"
 
     def config(self, **options: Any) -> Any:
         """Raises MissingDependencyError without transformers."""
-        return transformers_class("Qwen2Config")(
-            architectures=["Qwen2ForCausalLM"],
+        of_experts = {
+            "intermediate_size": _ACTIVE_EXPERTS * self.inner,
+            "moe_intermediate_size": self.inner,
+            "head_dim": self.head_size,
+            "num_experts": self.experts,
+            "num_experts_per_tok": min(_ACTIVE_EXPERTS, self.experts),
+        }
+        return transformers_class(self.class_name.replace("ForCausalLM", "Config"))(
+            architectures=[self.class_name],
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
-            intermediate_size=self.inner,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             tie_word_embeddings=self.is_tied,
             max_position_embeddings=32_768,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
+            **(of_experts if self.experts else {"intermediate_size": self.inner}),
             **options,
         )
 
-    @property
-    def num_multiplied(self) -> int:
-        """Parameters that take part in a product for each token: the head does, the embedding does not."""
-        attention = self.hidden * self.hidden * (2 + 2 * self.kv_heads / self.heads)
-        return round(self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocabulary)
 
+_ACTIVE_EXPERTS = 8
+"""Experts that each token has."""
 
-QWEN_0_5B = Dense("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, is_tied=True)
-QWEN_1_5B = Dense("qwen2.5-1.5b", 1536, 8960, 28, 12, 2, 151_936, is_tied=True)
-QWEN_7B = Dense("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 152_064, is_tied=False)
-TINY = Dense("qwen2-tiny", 128, 512, 2, 2, 2, 512, is_tied=True)
+QWEN_0_5B = ModelShape("qwen2-0.5b", 896, 4864, 24, 14, 2, 151_936, head_size=64, is_tied=True)
+QWEN_1_5B = ModelShape("qwen2.5-1.5b", 1536, 8960, 28, 12, 2, 151_936, is_tied=True)
+QWEN_7B = ModelShape("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 152_064)
+QWEN_30B_A3B = ModelShape("qwen3-30b-a3b", 2048, 768, 48, 32, 4, 151_936, experts=128)
+TINY = ModelShape("qwen2-tiny", 128, 512, 2, 2, 2, 512, head_size=64, is_tied=True)
 """Where the device is a host."""
 
 
@@ -114,10 +150,10 @@ class Drawn(Mapping[str, Any]):
         return len(self._drawn)
 
 
-def policy_class() -> Any:
-    """Raises MissingDependencyError without transformers."""
+def policy_class(shape: ModelShape = TINY) -> Any:
+    """Return the class of trainers of such a model; raises MissingDependencyError without transformers."""
 
-    class RandomPolicy(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
+    class RandomPolicy(HuggingFaceTrainModule, transformers_class(shape.class_name)):  # type: ignore[misc]
         """Learns by AdamW; ``weights`` is the folder that they are read from, or the dtype that they are drawn in."""
 
         weights: Path | torch.dtype
@@ -137,10 +173,12 @@ def policy_class() -> Any:
     return RandomPolicy
 
 
-def policy(dense: Dense, weights: Path | torch.dtype, device_type: str, cls: Any = None) -> Any:
-    """One on the meta device, of ``policy_class()`` or of a class that was derived from it."""
+def policy(
+    shape: ModelShape, weights: Path | torch.dtype, device_type: str, cls: Any = None, dtype: torch.dtype | None = None
+) -> Any:
+    """Return one on the meta device, of ``policy_class(shape)`` or of a class that was derived from it."""
     with meta_device():
-        made = (cls or policy_class())._from_config(dense.config())
+        made = (cls or policy_class(shape))._from_config(shape.config(), dtype=dtype)
     made.weights, made.device_type = weights, device_type
     return made
 
@@ -152,7 +190,7 @@ def policy(dense: Dense, weights: Path | torch.dtype, device_type: str, cls: Any
 class Load:
     """A model, and the prompts that it answers and learns from."""
 
-    model: Dense
+    model: ModelShape
     dtype: torch.dtype
     prompts: int
     samples: int
@@ -217,14 +255,19 @@ def packed_batch(vocabulary: int, lengths: list[int], seed: int) -> dict[str, Te
 class Folder:
     """A model folder that is removed by ``close``."""
 
-    def __init__(self, load: Load, device: Device) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: Device) -> None:
         """The numbers are drawn on ``device``: half a billion take a host many seconds."""
-        config = load.model.config(dtype=load.dtype)
         self._folder = tempfile.TemporaryDirectory(prefix="rlcore-bench-")
         self.path = Path(self._folder.name)
-        with torch.random.fork_rng(devices=[]), device.torch_device:
-            torch.manual_seed(0)
-            transformers_class("Qwen2ForCausalLM")(config).to(load.dtype).save_pretrained(self.path)
+        with device.torch_device:
+            model = transformers_class(shape.class_name)._from_config(shape.config(), dtype=dtype)
+        self.weights = Drawn(model, dtype, device.type)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(self.weights[name][...])
+        # A whole large model in one file could not be mapped into the memory of a small machine.
+        model.save_pretrained(self.path, max_shard_size=_FILE_BYTES)
+        del model
         device.memory.empty_cache()
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.proc import proc_bytes
-from rlcore.bench.cases.timing import Measured, median_time, self_timed
+from rlcore.bench.cases.timing import Measured, median_time, proc_bytes, self_timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.host_arena import arena_of

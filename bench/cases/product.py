@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.calibrate import shortest_s
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.timing import Measured, self_timed
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.tensor_data import dtype_name
@@ -95,19 +95,12 @@ def _contender(product: _Product, rate: float) -> Contender:
     )
 
 
-class _Sustained(NamedTuple):
-    seconds: float
-    first: float
-    """FLOP/s in the first window."""
-    last: float
-
-
 def _prepare_sustained(device: Device) -> Work:
     device.seed(0)
     is_host = device.spec.is_host
     product = _Product(device, _HOST_SUSTAINED if is_host else _SUSTAINED, torch.float32 if is_host else torch.bfloat16)
 
-    def run() -> _Sustained:
+    def run() -> Measured:
         ends: list[float] = []
         started = time.perf_counter()
         while not ends or ends[-1] < _SUSTAINED_S:
@@ -116,30 +109,23 @@ def _prepare_sustained(device: Device) -> Work:
             ends.append(time.perf_counter() - started)
         return _sustained(ends, product.flops)
 
-    contender = Contender(
-        "torch.mm",
-        run,
-        product.check,
-        seconds=lambda done: float(done.seconds),
-        quantities=lambda done: {
-            "first_window": Quantity(done.first, "FLOP/s"),
-            "last_window": Quantity(done.last, "FLOP/s"),
-            "last_of_first": Quantity(done.last / done.first, "1"),
-        },
-        limits={f"product/{product.params['dtype']}": product.flops},
-    )
+    limits = {f"product/{product.params['dtype']}": product.flops}
     params = {**product.params, "seconds": _SUSTAINED_S, "window_s": _WINDOW_S}
-    return Work((contender,), params, num_runs=1)
+    return Work((self_timed("torch.mm", run, product.check, limits=limits),), params, num_runs=1)
 
 
-def _sustained(ends: list[float], flops: int) -> _Sustained:
-    """Return the rates of a product that ended at these seconds after the start."""
+def _sustained(ends: list[float], flops: int) -> Measured:
+    """Return the rates in the first and the last window of a product that ended at these seconds after the start."""
     durations = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
     window = min(_WINDOW_S, ends[-1] / 2)
-    rate: Callable[[list[float]], float] = lambda spent: flops * len(spent) / sum(spent)  # noqa: E731
-    first = [spent for spent, end in zip(durations, ends, strict=True) if end <= window] or durations[:1]
-    last = [spent for spent, end in zip(durations, ends, strict=True) if end > ends[-1] - window]
-    return _Sustained(statistics.median(durations), rate(first), rate(last))
+    windows = {
+        "first_window": [spent for spent, end in zip(durations, ends, strict=True) if end <= window] or durations[:1],
+        "last_window": [spent for spent, end in zip(durations, ends, strict=True) if end > ends[-1] - window],
+    }
+    rates = {name: flops * len(spent) / sum(spent) for name, spent in windows.items()}
+    quantities = {name: Quantity(rate, "FLOP/s") for name, rate in rates.items()}
+    ratio = Quantity(rates["last_window"] / rates["first_window"], "1")
+    return Measured(None, statistics.median(durations), {**quantities, "last_of_first": ratio})
 
 
 cases = (

@@ -10,23 +10,25 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.startup import RLCORE
 from rlcore.device import Device
+from rlcore.process.python_command import python_code
 
 STEPS = 100
 SEEDS = (0, 1, 2, 3, 4)
-ACCURACY = 0.90
+ACCURACY = 0.95
 """Greedy, on held-out problems, that a run must reach."""
 CONTROL_GAIN = 0.05
 """The gain in accuracy that the control must not exceed."""
-PARITY = 1e-4
-"""Nats between the log-probs of sampler and trainer, in float32."""
+PARITY = 5e-4
+"""Nats between the log-probs of sampler and trainer, in float32. Unlikely tokens have logits of some tens, which round
+by up to 1e-4; a wrong temperature or position makes more than 1e-2."""
 PHASES = ("generate", "train", "sync", "offload")
 
 _TIMEOUT_S = 1800.0
@@ -51,7 +53,7 @@ def quickstart(device: str, seed: int, *options: str) -> QuickstartRun:
         arguments = ["--device", device, "--seed", str(seed), "--steps", str(STEPS), "--output", str(output), *options]
         before_s = _processor_s_of_children()
         result = subprocess.run(
-            [sys.executable, "-m", "rlcore", "quickstart", *arguments],
+            python_code(RLCORE, "quickstart", *arguments),
             env=os.environ | {"RLCORE_CACHE": str(Path(folder, "cache"))},
             capture_output=True,
             text=True,

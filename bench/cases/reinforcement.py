@@ -67,7 +67,7 @@ def _prepare_train_step(device: Device) -> Work:
 
 
 def _held_folder(held: contextlib.ExitStack, load: Load, device: Device) -> Folder:
-    folder = Folder(load, device)
+    folder = Folder(load.model, load.dtype, device)
     held.callback(folder.close)
     return folder
 
@@ -115,7 +115,7 @@ class _Loop:
 
     def __init__(self, device: Device, load: Load) -> None:
         self.device, self.load = device, load
-        self.folder = Folder(load, device)
+        self.folder = Folder(load.model, load.dtype, device)
         self.train, self.infer = TrainEngine(_module(self.folder)), InferenceEngine(self.folder.path)
         self.train.build(devices=device.name, onload=False)
         self.infer.build(colocate_with=self.train, dtype=dtype_name(load.dtype))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 from rlcore.bench.case import Case, Contender, Work, expect
 from rlcore.device import Device
+from rlcore.process.python_command import python_code
 
 _TIMED_IMPORT = "import time; t = time.perf_counter(); import rlcore; print(time.perf_counter() - t)"
-_HELP = "from rlcore.cli.main import main; main()"
+RLCORE = "from rlcore.cli.main import main; main()"
+"""The command ``rlcore``."""
 
 
-def _python(*arguments: str) -> str:
-    command = [sys.executable, "-c", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return result.stdout
+def _python(code: str, *arguments: str) -> str:
+    command = python_code(code, *arguments)
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 def _prepare_import(device: Device) -> Work:
@@ -31,7 +31,7 @@ def _prepare_help(device: Device) -> Work:
     def check(output: str) -> None:
         expect("quickstart" in output and "bench" in output, f"not the help of rlcore: {output[:200]!r}")
 
-    contender = Contender("python", lambda: _python(_HELP, "--help"), check)
+    contender = Contender("python", lambda: _python(RLCORE, "--help"), check)
     return Work((contender,), {}, runs_on="host")
 
 

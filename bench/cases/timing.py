@@ -1,10 +1,12 @@
-"""The seconds that work takes by the host's clock, and contenders that time themselves."""
+"""Seconds by the host's clock and sizes of host memory, and contenders that measure themselves."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlcore.bench.case import Contender, Quantity
@@ -49,3 +51,10 @@ def median_time(count: int, function: Callable[[], Any], *devices: Device, warm_
     """Return the last result and the median seconds of ``count`` calls; those that warm up come before them."""
     calls = [timed(function, *devices) for _ in range(warm_up + count)]
     return calls[-1][0], statistics.median(seconds for _, seconds in calls[warm_up:])
+
+
+def proc_bytes(file: str, field: str) -> int:
+    """Return a field of a file in /proc that is given in kB, such as "RssAnon" of "self/status"."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc", file).read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Dense, packed_batch, policy, policy_class
+from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, ModelShape, packed_batch, policy, policy_class
 from rlcore.bench.cases.offload import Link, Moved, Way, room_of_host
-from rlcore.bench.cases.proc import proc_bytes
-from rlcore.bench.cases.timing import Measured, self_timed
+from rlcore.bench.cases.timing import Measured, proc_bytes, self_timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.offload.host_arena import BLOCK_BYTES, arena_of
@@ -40,7 +39,7 @@ _HOST_SLACK_BYTES = 64 << 20
 _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 
 
-def _policy(dense: Dense, device: Device) -> Any:
+def _policy(dense: ModelShape, device: Device) -> Any:
     class Filled(policy_class()):  # type: ignore[misc]
         def fill_optimizer(self) -> None:
             """Give the optimizer the states that it has after a step, without one."""
@@ -74,7 +73,7 @@ class _Cycles(NamedTuple):
     """Before the first, after the last."""
 
 
-def _fitting(device: Device) -> Dense:
+def _fitting(device: Device) -> ModelShape:
     """The 7B, with fewer layers where the host has no room for it."""
     if device.spec.is_host:
         return TINY
@@ -84,7 +83,7 @@ def _fitting(device: Device) -> Dense:
     return dataclasses.replace(QWEN_7B, layers=layers)
 
 
-def _num_bytes(dense: Dense) -> int:
+def _num_bytes(dense: ModelShape) -> int:
     embedding = 0 if dense.is_tied else dense.hidden * dense.vocabulary
     return _STATE_BYTES * (dense.num_multiplied + embedding)
 

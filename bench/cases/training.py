@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Dense, Drawn, packed_batch, transformers_class
+from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Drawn, ModelShape, packed_batch, transformers_class
 from rlcore.bench.cases.models import policy as make_policy
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
@@ -85,7 +85,7 @@ class _Setup(NamedTuple):
     """The setup that all contenders of a case share."""
 
     device_names: list[str]
-    dense: Dense
+    dense: ModelShape
     compute_dtype: torch.dtype
     recomputes: bool
     compiles: bool
@@ -241,7 +241,7 @@ def _plain_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps
 # ------------------------------------------------------------------------------------------------------ cases
 
 
-def _prepare(dense: Dense, device: Device) -> Work:
+def _prepare(dense: ModelShape, device: Device) -> Work:
     is_host = device.spec.is_host
     if is_host and dense is not QWEN_1_5B:
         raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")

@@ -7,6 +7,7 @@ tensor by name a copy, a handle, a call, and the engine's own loader.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
+from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.bench.cases.timing import Measured, median_time, self_timed, timed
+from rlcore.bench.cases.workers import ask, worker_processes
 from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import offloaded
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers, call_each
@@ -45,7 +46,7 @@ _HOST_SHRINK = 8
 class _Layer(nn.Module):
     """Fused, in bfloat16; the trainer's and the engine's alike differ only in what they are called."""
 
-    def __init__(self, sizes: ModelSizes) -> None:
+    def __init__(self, sizes: ModelShape) -> None:
         super().__init__()
         stack = (sizes.experts,) if sizes.experts else ()
         shapes = {
@@ -63,78 +64,56 @@ def _parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False)
 
 
+def _parts(sizes: ModelShape) -> Iterator[tuple[str, str, Any]]:
+    """Yield for each weight of a checkpoint, experts one by one, its name, its fused tensor and its part of that."""
+    q, kv, inner = sizes.q, sizes.kv, sizes.inner
+    yield from ((name, name, ()) for name in ("embed", "head"))
+    for number in range(sizes.layers):
+        attention = {"q": slice(q), "k": slice(q, q + kv), "v": slice(q + kv, None)}
+        weights: dict[str, tuple[str, Any]] = {name: ("qkv", part) for name, part in attention.items()}
+        weights |= {"o": ("o", ()), "norm": ("norm", ())}
+        experts: list[tuple[str, Any]] = [(f".{expert}", (expert,)) for expert in range(sizes.experts)]
+        for name, at in experts or [("", ())]:
+            weights[f"gate{name}"] = "gate_up", (*at, slice(inner))
+            weights[f"up{name}"] = "gate_up", (*at, slice(inner, None))
+            weights[f"down{name}"] = "down", at
+        for name, (fused, part) in weights.items():
+            yield f"{number}.{name}", f"layers.{number}.{fused}", part
+
+
 class _FusedModel(nn.Module):
     """The weights as the engine holds them."""
 
-    def __init__(self, sizes: ModelSizes) -> None:
+    def __init__(self, sizes: ModelShape) -> None:
         super().__init__()
         self.sizes = sizes
-        self.embed, self.head = _parameter(sizes.vocab, sizes.hidden), _parameter(sizes.vocab, sizes.hidden)
+        self.embed, self.head = (_parameter(sizes.vocabulary, sizes.hidden) for _ in range(2))
         self.layers = nn.ModuleList([_Layer(sizes) for _ in range(sizes.layers)])
+
+    @functools.cached_property
+    def parts(self) -> dict[str, tuple[nn.Parameter, Any]]:
+        """The fused tensor of each weight of a checkpoint, and which part of it that is."""
+        fused = dict(self.named_parameters())
+        return {name: (fused[holder], part) for name, holder, part in _parts(self.sizes)}
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy each weight of a checkpoint into its part."""
         for name, weight in weights:
-            number, *rest = name.split(".")
-            holder: Any = self if number == "top" else self.layers[int(number)]
-            self.part(holder, rest).copy_(weight)
-
-    def part(self, holder: Any, rest: list[str]) -> Tensor:
-        """Return the part of a fused tensor of ``holder`` that a checkpoint has under a name."""
-        q, kv = self.sizes.q, self.sizes.kv
-        match rest:
-            case ["q"]:
-                return holder.qkv[:q]  # type: ignore[no-any-return]
-            case ["k"]:
-                return holder.qkv[q : q + kv]  # type: ignore[no-any-return]
-            case ["v"]:
-                return holder.qkv[q + kv :]  # type: ignore[no-any-return]
-            case ["gate" | "up" as half, *expert]:
-                stack = holder.gate_up[int(expert[0])] if expert else holder.gate_up
-                return stack.chunk(2)[half == "up"]  # type: ignore[no-any-return]
-            case ["down", expert]:
-                return holder.down[int(expert)]  # type: ignore[no-any-return]
-            case [name]:
-                return getattr(holder, name)  # type: ignore[no-any-return]
-        raise KeyError(".".join(rest))
+            parameter, part = self.parts[name]
+            parameter[part].copy_(weight)
 
 
 class _Trainer(TrainModule):
-    """Holds the same tensors, and names every weight as a checkpoint does: experts one by one."""
+    """Holds the same tensors, and names every weight as a checkpoint does."""
 
-    def __init__(self, sizes: ModelSizes) -> None:
+    def __init__(self, sizes: ModelShape) -> None:
         super().__init__()
         self.model = _FusedModel(sizes)
 
     def weight_views(self, adapters: Any = "merged") -> Iterator[WeightView]:
-        for name in ("embed", "head"):
-            yield self._view(f"top.{name}", getattr(self.model, name), [name])
-        for number, layer in enumerate(self.model.layers):
-            for name in self._names():
-                path = name.split(".")
-                yield self._view(f"{number}.{name}", getattr(layer, _FUSED.get(path[0], path[0])), path)
-
-    def _names(self) -> list[str]:
-        experts = [f".{number}" for number in range(self.model.sizes.experts)] or [""]
-        return [*"qkvo", "norm", *(f"{name}{at}" for at in experts for name in ("gate", "up", "down"))]
-
-    def _view(self, name: str, parameter: Tensor, path: list[str]) -> WeightView:
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return WeightView(name, parameter, self.model.part(_Whole(whole), path))
-
-
-_FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-
-
-class _Whole:
-    """Gives one tensor for every tensor of a layer that is asked for."""
-
-    def __init__(self, whole: Tensor) -> None:
-        self._whole = whole
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self._whole
+        for name, (parameter, part) in self.model.parts.items():
+            yield WeightView(name, parameter, torch.empty_like(parameter, device="meta")[part])
 
 
 class _FusedTarget(Target):
@@ -163,9 +142,9 @@ class _EngineWorker:
     def __init__(self, context: WorkerContext) -> None:
         self._device = context.device
 
-    def build(self, sizes: tuple[int, ...]) -> None:
+    def build(self, sizes: ModelShape) -> None:
         with torch.device(self._device.torch_device):
-            self._model = _FusedModel(ModelSizes(*sizes))
+            self._model = _FusedModel(sizes)
         self._receiver = Receiver(_FusedTarget(self._model, self._device))
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
@@ -192,33 +171,24 @@ class _Pair(NamedTuple):
     sender: Sender
     group: WorkerGroup
 
-    def ask(self, method: str, *args: Any) -> Any:
-        return self.group.call(method, [(args, {})])[0]
-
 
 @contextlib.contextmanager
-def _started(device: Device, sizes: ModelSizes) -> Iterator[_Pair]:
+def _started(device: Device, sizes: ModelShape) -> Iterator[_Pair]:
     with torch.device(device.torch_device):
         trainer = _Trainer(sizes)
     for parameter in trainer.parameters():
         parameter.fill_(0)
     sender = Sender(ModuleSourceTensors(trainer, 1), device)
-    group = start_workers(_EngineWorker, "the engine", [device.name], launcher="process", timeout_s=_TIMEOUT_S)
-    try:
-        pair = _Pair(trainer, sender, group)
-        pair.ask("build", tuple(sizes))
-        yield pair
-        group.stop()
-        sender.close()
-    finally:
-        group.kill("the bench is over")
+    with contextlib.closing(sender), worker_processes(_EngineWorker, [device.name], timeout_s=_TIMEOUT_S) as group:
+        ask(group, "build", sizes)
+        yield _Pair(trainer, sender, group)
 
 
 _Once = Callable[[bool], SyncReport | None]
 """Runs one round; with True one that has nothing new but the version."""
 
 
-def _run(device: Device, sizes: ModelSizes, make: Callable[[_Pair], _Once]) -> Measured:
+def _run(device: Device, sizes: ModelShape, make: Callable[[_Pair], _Once]) -> Measured:
     """Time rounds in a steady state; the trainer's weights change before each."""
     with _started(device, sizes) as pair:
         once = make(pair)
@@ -226,7 +196,7 @@ def _run(device: Device, sizes: ModelSizes, make: Callable[[_Pair], _Once]) -> M
         more = {} if done[-1][0] is None else _beside(device, pair, once)
         value = float(next(pair.trainer.parameters()).view(-1)[0])
         nbytes = sum(parameter.nbytes for parameter in pair.trainer.parameters())
-        return _measured((pair.ask("corners"), value), [seconds for _, seconds in done], nbytes, more)
+        return _measured((ask(pair.group, "corners"), value), [seconds for _, seconds in done], nbytes, more)
 
 
 def _measured(
@@ -274,29 +244,32 @@ def _by_route(route: Route) -> Callable[[_Pair], _Once]:
     return make
 
 
+def send_one_by_one(device: Device, named: Iterable[tuple[str, Tensor]], take: Callable[[str, bytes], Any]) -> None:
+    """Send each weight by name as a copy, a handle and a call to the engine's own loader, as frameworks do."""
+    for name, weight in named:
+        copy = weight.clone(memory_format=torch.contiguous_format)
+        handle = device.memory.export_ipc(copy)
+        device.synchronize()
+        take(name, handle.to_bytes())
+        device.memory.revoke(handle)
+
+
 def _per_tensor(device: Device) -> Callable[[_Pair], _Once]:
     def make(pair: _Pair) -> _Once:
-        def loop(is_same: bool) -> None:
-            for name, weight in pair.trainer.named_weights():
-                copy = weight.clone(memory_format=torch.contiguous_format)
-                handle = device.memory.export_ipc(copy)
-                device.synchronize()
-                pair.ask("take", name, handle.to_bytes())
-                device.memory.revoke(handle)
-
-        return loop
+        take = functools.partial(ask, pair.group, "take")
+        return lambda is_same: send_one_by_one(device, pair.trainer.named_weights(), take)
 
     return make
 
 
-def _prepare(sizes: ModelSizes, device: Device) -> Work:
+def _prepare(sizes: ModelShape, device: Device) -> Work:
     sizes = sizes.divided(_HOST_SHRINK) if device.spec.is_host else sizes
 
     def contender(name: str, make: Callable[[_Pair], _Once]) -> Contender:
         return self_timed(name, lambda: _run(device, sizes, make), _check)
 
     routes: list[Route] = ["packed", "direct"]
-    names = sizes.layers * (5 + 3 * sizes.mlps) + 2
+    names = sum(1 for _ in _parts(sizes))
     contenders = [contender(route, _by_route(route)) for route in routes]
     if not sizes.experts:  # it would take minutes
         contenders.append(contender("per_tensor", _per_tensor(device)))
@@ -307,7 +280,7 @@ def _prepare(sizes: ModelSizes, device: Device) -> Work:
     )
 
 
-def _plain_copy(device: Device, sizes: ModelSizes) -> Contender:
+def _plain_copy(device: Device, sizes: ModelShape) -> Contender:
     """Return one copy of as many bytes within the device: no sync can be faster."""
 
     def run() -> Measured:
@@ -325,13 +298,13 @@ cases = (
     Case(
         "weight_sync/dense",
         "new weights of Qwen2 7B shapes (an eighth of each on a host) for an engine in another process",
-        lambda device: _prepare(QWEN2_7B, device),
+        lambda device: _prepare(QWEN_7B, device),
         estimate_s=110.0,
     ),
     Case(
         "weight_sync/experts",
         "new weights of Qwen3 30B-A3B shapes (an eighth of each on a host), 18,674 names, for another process",
-        lambda device: _prepare(QWEN3_30B_A3B, device),
+        lambda device: _prepare(QWEN_30B_A3B, device),
         effort="full",
         estimate_s=400.0,
     ),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work, expect
-from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
+from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
@@ -39,7 +40,7 @@ class _WeightMove(NamedTuple):
     """In elements of the engine's memory."""
 
 
-def _moves(model: ModelSizes, size: int) -> Iterator[_WeightMove]:
+def _moves(model: ModelShape, size: int) -> Iterator[_WeightMove]:
     """Yield the moves of all weights to the first of ``size`` shards."""
     offset = 0
     for rows, columns, dim in _weights(model):
@@ -48,11 +49,11 @@ def _moves(model: ModelSizes, size: int) -> Iterator[_WeightMove]:
         offset += kept_rows * kept
 
 
-def _weights(model: ModelSizes) -> Iterator[tuple[int, int, int]]:
+def _weights(model: ModelShape) -> Iterator[tuple[int, int, int]]:
     """Yield rows, columns and the dimension that shards cut, in the order of the fused tensors; norms are whole."""
     hidden = model.hidden
-    yield model.vocab, hidden, 0
-    yield model.vocab, hidden, 0
+    yield model.vocabulary, hidden, 0
+    yield model.vocabulary, hidden, 0
     for _ in range(model.layers):
         yield from ((rows, hidden, 0) for rows in (model.q, model.kv, model.kv))
         yield hidden, model.q, 1
@@ -64,7 +65,7 @@ def _weights(model: ModelSizes) -> Iterator[tuple[int, int, int]]:
 class _CopyProblem:
     """The memory of both sides and the pieces between them."""
 
-    def __init__(self, device: Device, model: ModelSizes, dtype: torch.dtype, size: int) -> None:
+    def __init__(self, device: Device, model: ModelShape, dtype: torch.dtype, size: int) -> None:
         moves = [move if move.rows else move._replace(rows=1) for move in _moves(model, size)]
         numels = [math.prod((move.rows, move.columns)) for move in moves]
         self.numel = sum(move.rows * move.kept for move in moves)
@@ -129,11 +130,11 @@ def _plain_copy(problem: _CopyProblem) -> Contender:
     return Contender("device_copy", run, check, params=params)
 
 
-def _for_host(model: ModelSizes) -> ModelSizes:
-    return model.divided(_ON_HOST)._replace(layers=2, experts=min(model.experts, 4))
+def _for_host(model: ModelShape) -> ModelShape:
+    return replace(model.divided(_ON_HOST), layers=2, experts=min(model.experts, 4))
 
 
-def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -> Work:
+def _prepare(model: ModelShape, dtype: torch.dtype, size: int, device: Device) -> Work:
     problem = _CopyProblem(device, _for_host(model) if device.spec.is_host else model, dtype, size)
     found = (_contender(problem, device, implementation) for implementation in ("triton", "views"))
     return Work(
@@ -144,7 +145,7 @@ def _prepare(model: ModelSizes, dtype: torch.dtype, size: int, device: Device) -
     )
 
 
-def _case(name: str, what: str, model: ModelSizes, dtype: torch.dtype, size: int) -> Case:
+def _case(name: str, what: str, model: ModelShape, dtype: torch.dtype, size: int) -> Case:
     return Case(
         f"weight_sync/copies/{name}",
         f"all copies of a weight sync on one device, {what}, beside a plain copy of as many bytes",
@@ -154,8 +155,8 @@ def _case(name: str, what: str, model: ModelSizes, dtype: torch.dtype, size: int
 
 
 cases = (
-    _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN2_7B, torch.bfloat16, 1),
-    _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN2_7B, torch.float32, 1),
-    _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN2_7B, torch.bfloat16, 2),
-    _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN3_30B_A3B, torch.bfloat16, 1),
+    _case("7b", "Qwen2.5-7B shapes in bfloat16", QWEN_7B, torch.bfloat16, 1),
+    _case("7b_float32", "Qwen2.5-7B shapes from float32", QWEN_7B, torch.float32, 1),
+    _case("7b_tp2", "one of two shares of Qwen2.5-7B shapes", QWEN_7B, torch.bfloat16, 2),
+    _case("30b_a3b", "Qwen3-30B-A3B shapes in bfloat16", QWEN_30B_A3B, torch.bfloat16, 1),
 )

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.process.python_command import python_code
 
 TIMEOUT_S = 120.0
 _TENSOR_BYTES = 256 << 20
@@ -33,9 +33,9 @@ _BARE = "import torch; print(torch.__version__, flush=True)"
 
 
 @contextlib.contextmanager
-def worker_processes(worker_class: Any, device_names: list[str]) -> Iterator[WorkerGroup]:
+def worker_processes(worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S) -> Iterator[WorkerGroup]:
     """Worker processes that live as long as a measurement."""
-    group = start_workers(worker_class, "the bench", device_names, launcher="process", timeout_s=TIMEOUT_S)
+    group = start_workers(worker_class, "the bench", device_names, launcher="process", timeout_s=timeout_s)
     try:
         yield group
     finally:
@@ -113,7 +113,7 @@ def _tensor_work(device: Device, call: Callable[[WorkerGroup], Any], check: Call
 def _bare_imports_s(number: int) -> float:
     """Return the seconds until as many processes that only import torch have all done so."""
     started = time.perf_counter()
-    command, environment = [sys.executable, "-c", _BARE], os.environ | {"OMP_NUM_THREADS": "1"}
+    command, environment = python_code(_BARE), os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(number)]
     for process in processes:
         assert process.stdout is not None

@@ -14,10 +14,11 @@ from typing import Any, final
 import msgspec
 import torch
 
+from rlcore.decoding import decode
 from rlcore.devices.ascend.npu import npu
 from rlcore.devices.ascend.versions import CANN_FOR_IPC, DRIVER_FOR_IPC, cann, driver
 from rlcore.devices.ipc.sharing import SharedMemory, Sharing
-from rlcore.errors import DeviceError, UnsupportedError
+from rlcore.errors import DeviceError, UnsupportedError, first_line
 
 
 class _NpuPayload(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +54,7 @@ class AscendSharing(Sharing):
         except RuntimeError as error:
             raise UnsupportedError(
                 "export_ipc of this block of memory",
-                f"torch_npu cannot share it: {str(error).splitlines()[0]}; memory of expandable segments or of an "
+                f"torch_npu cannot share it: {first_line(error)}; memory of expandable segments or of an "
                 "allocator of its own has no key: allocate it without expandable_segments in PYTORCH_NPU_ALLOC_CONF",
             ) from error
         handle, storage_bytes, offset_bytes, _, counter, counter_offset, event, is_event_needed = arguments[7:15]
@@ -111,10 +112,7 @@ def _sent(tensor: torch.Tensor) -> Any:
 
 
 def _decoded(payload: bytes) -> _NpuPayload:
-    try:
-        return msgspec.msgpack.decode(payload, type=_NpuPayload)
-    except msgspec.MsgspecError as error:
-        raise DeviceError(f"the payload of this handle is not of an NPU's memory: {error}") from error
+    return decode(payload, _NpuPayload, "payload of an NPU's memory", error=DeviceError)
 
 
 def _reductions() -> Any:

@@ -9,8 +9,6 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import TorchCollectives
-from rlcore.devices.cpu.collectives import GlooCollectives
 from rlcore.devices.cpu.sharing import CpuSharing
 from rlcore.devices.cpu.streams import CpuStreams
 from rlcore.devices.generic import GenericTorchDevice
@@ -91,7 +89,6 @@ class CpuDevice(GenericTorchDevice):
 
     memory_class: ClassVar[type[TorchMemory]] = CpuMemory
     streams_class: ClassVar[type[TorchStreams]] = CpuStreams
-    collectives_class: ClassVar[type[TorchCollectives]] = GlooCollectives
 
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:

@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from rlcore.devices._torch_private import share_by_descriptor, storage_of_descriptor
 from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError
 
@@ -23,7 +24,7 @@ class CpuSharing(Sharing):
 
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         try:
-            descriptor, _ = storage._share_fd_cpu_()
+            descriptor = share_by_descriptor(storage)
             return SharedMemory(descriptor=os.dup(descriptor))  # torch closes its own when the storage is resized
         except (RuntimeError, OSError) as error:  # torch reserves all of it, so that a full /dev/shm fails here
             _remove_what_torch_leaves(str(error))
@@ -40,8 +41,7 @@ class CpuSharing(Sharing):
                 "no descriptor of the exporter's memory has arrived: this process may have open all of the "
                 f"{limit} files that it may have (raise ulimit -n), or the exporter runs another rlcore"
             )
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(memory.descriptor, storage_bytes)  # type: ignore[attr-defined]
-        return storage
+        return storage_of_descriptor(memory.descriptor, storage_bytes)
 
     def close(self, memory: SharedMemory) -> None:
         """Do nothing: torch unmaps the memory when no tensor refers to it any more."""

@@ -9,8 +9,6 @@ from typing import ClassVar, final
 
 import torch
 
-from rlcore.devices.collectives import TorchCollectives
-from rlcore.devices.cuda.collectives import NcclCollectives
 from rlcore.devices.cuda.memory import CudaMemory
 from rlcore.devices.cuda.nvml import Nvml
 from rlcore.devices.cuda.profiler import CudaProfiler
@@ -30,7 +28,6 @@ class CudaDevice(GenericTorchDevice):
 
     memory_class: ClassVar[type[TorchMemory]] = CudaMemory
     streams_class: ClassVar[type[TorchStreams]] = CudaStreams
-    collectives_class: ClassVar[type[TorchCollectives]] = NcclCollectives
     profiler_class: ClassVar[type[TorchProfiler]] = CudaProfiler
 
     @classmethod

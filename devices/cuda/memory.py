@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 import numpy as np
 import torch
 
+from rlcore._torch_private import copy_all
 from rlcore.device import HostMemory
 from rlcore.devices.copy_batch import Batch, BatchSide, Flags
 from rlcore.devices.cuda import driver
@@ -62,7 +63,7 @@ class CudaMemory(TorchMemory):
             self._copy_linked(batch, is_linked)
         if not is_linked.all():
             dst, src = (list(itertools.compress(side.tensors, ~is_linked)) for side in (batch.dst, batch.src))
-            torch._foreach_copy_(dst, src, non_blocking=True)
+            copy_all(dst, src, non_blocking=True)
 
     def _copy_linked(self, batch: Batch, chosen: Flags) -> None:
         queue = stream = torch.cuda.current_stream(self._torch_device)

@@ -64,7 +64,7 @@ class GpuLink:
     has_peer_access: bool
     """Each can read the other's memory without the host."""
     pcie_path: str
-    """What their PCIe paths have in common, such as "a PCIe switch"."""
+    """The part that their PCIe paths have in common, such as "a PCIe switch"."""
 
 
 class Nvml:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from rlcore._torch_private import storage_at
 from rlcore.devices.cuda import driver
 from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
@@ -65,9 +66,7 @@ class CudaSharing(Sharing):
             self._blocks[handle] = block
             block.count += 1
         # The tensor is on this device even if another GPU holds the memory: kernels here access it through the mapping.
-        return torch._C._construct_storage_from_data_pointer(  # type: ignore[return-value]  # torch's stub is wrong
-            block.start + offset, self._device.torch_device, storage_bytes
-        )
+        return storage_at(block.start + offset, self._device.torch_device, storage_bytes)
 
     def close(self, memory: SharedMemory) -> None:
         handle, _ = _unpack(memory)

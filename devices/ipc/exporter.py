@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rlcore._torch_private import storage_key
 from rlcore.devices.ipc.channel import IpcChannel
 from rlcore.devices.ipc.mapping import Mapping
 from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
@@ -129,18 +130,18 @@ class IpcExporter:
         with self._exporting:
             self._start()
             with self._changed:
-                found = {one._cdata: export for one in storages if (export := self._export_of(one))}
-            if new := sorted((one for one in storages if one._cdata not in found), key=_range_of):
+                found = {storage_key(one): export for one in storages if (export := self._export_of(one))}
+            if new := sorted((one for one in storages if storage_key(one) not in found), key=_range_of):
                 memory = share(new[0])  # it may copy the storage
                 added = Export(secrets.token_hex(8), device_uuid, new, memory)
-                found |= {one._cdata: added for one in new}
+                found |= {storage_key(one): added for one in new}
                 with self._changed:
                     self._exports[added.export_id] = added
-                    self._ids.update((one._cdata, added.export_id) for one in new)
-            return [found[one._cdata] for one in storages]
+                    self._ids.update((storage_key(one), added.export_id) for one in new)
+            return [found[storage_key(one)] for one in storages]
 
     def _export_of(self, storage: torch.UntypedStorage) -> Export | None:
-        known = self._exports.get(self._ids.get(storage._cdata, ""))
+        known = self._exports.get(self._ids.get(storage_key(storage), ""))
         if known is not None and known.has_moved:
             if holders := self._holders(known):
                 raise StateError(
@@ -224,8 +225,8 @@ class IpcExporter:
     def _forget(self, export: Export) -> None:
         del self._exports[export.export_id]
         for storage in export.storages:
-            if self._ids.get(storage._cdata) == export.export_id:
-                del self._ids[storage._cdata]
+            if self._ids.get(storage_key(storage)) == export.export_id:
+                del self._ids[storage_key(storage)]
         if export.memory.descriptor is not None:
             os.close(export.memory.descriptor)
 

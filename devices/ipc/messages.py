@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from rlcore.decoding import decode
 from rlcore.errors import DeviceError
 
 _LARGEST = 1 << 16
@@ -56,7 +57,7 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = Claim | Release | Granted | Refused | Revoke
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_KIND: Any = Message  # a union of types is no type
 
 
 class PeerCredentials(NamedTuple):
@@ -90,8 +91,10 @@ def receive(connection: socket.socket) -> tuple[Message, int | None] | None:
     if not data:
         return None
     try:
-        return _decoder.decode(data), descriptors[0] if descriptors else None
-    except msgspec.MsgspecError as error:
+        sender = f"process {peer_of(connection).pid}"
+        message: Message = decode(data, _KIND, f"IPC message of {sender}", error=DeviceError)
+    except DeviceError:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise DeviceError(f"process {peer_of(connection).pid} sent no IPC message: {error}") from error
+        raise
+    return message, descriptors[0] if descriptors else None

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import socket
 import struct
 from pathlib import Path
 
 from rlcore.devices.ipc.messages import peer_of
 from rlcore.errors import DeviceError, StateError
+from rlcore.process.exporter_socket import own_socket_name, remove_stale_sockets
 from rlcore.process.runtime_folder import runtime_folder
 from rlcore.process.socket_address import socket_address
-from rlcore.process.status import start_time
 
 _WAITING_CONNECTIONS = 128
-_NAME = re.compile(r"ipc-(\d+)-(\d+)\.sock")
 
 
 def listen() -> tuple[socket.socket, Path]:
@@ -25,20 +23,20 @@ def listen() -> tuple[socket.socket, Path]:
     Raises:
         StateError: none can be made there.
     """
-    folder = runtime_folder()
-    _remove_sockets_of_the_dead(folder)
-    path = folder / f"ipc-{os.getpid()}-{start_time(os.getpid())}.sock"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with socket_address(path) as address:
-            listener.bind(address)
-        path.chmod(0o600)
-        listener.listen(_WAITING_CONNECTIONS)
-    except OSError as error:
-        listener.close()
-        raise StateError(
-            f"no socket for IPC could be made at {path}: {error}; set RLCORE_RUNTIME to a writable folder"
-        ) from error
+    name = own_socket_name()
+    with runtime_folder() as folder:
+        path = folder.path / name
+        remove_stale_sockets(folder)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind(folder.address(name))
+            folder.limit_to_owner(name)
+            listener.listen(_WAITING_CONNECTIONS)
+        except OSError as error:
+            listener.close()
+            raise StateError(
+                f"no socket for IPC could be made at {path}: {error}; set RLCORE_RUNTIME to a writable folder"
+            ) from error
     atexit.register(_remove, path, os.getpid())
     return listener, path
 
@@ -105,27 +103,3 @@ def _check_owner(connection: socket.socket, path: str) -> None:
 def _remove(path: Path, pid: int) -> None:
     if os.getpid() == pid:  # a forked child inherits the exit handlers
         path.unlink(missing_ok=True)
-
-
-def _remove_sockets_of_the_dead(folder: Path) -> None:
-    for path in folder.glob("ipc-*-*.sock"):
-        named = _NAME.fullmatch(path.name)
-        if named is None:  # another program's file
-            continue
-        pid, started = named.groups()
-        # A process of another PID namespace seems dead, but it answers.
-        if str(start_time(int(pid))) != started and not _answers(path):
-            path.unlink(missing_ok=True)
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setblocking(False)
-        try:
-            with socket_address(path) as address:
-                connection.connect(address)
-        except BlockingIOError:  # its backlog is full
-            return True
-        except OSError:
-            return False
-    return True

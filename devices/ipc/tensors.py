@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlcore._torch_private import storage_key
 from rlcore.devices.ipc.exporter import Export, exporter
 from rlcore.devices.ipc.importer import Wanted, importer
 from rlcore.devices.ipc.mapping import Mapping
@@ -47,7 +48,7 @@ class TensorIpc:
         for tensor in tensors:
             _check_exportable(tensor, self._device.torch_device)
         of_tensors = [tensor.untyped_storage() for tensor in tensors]
-        storages = {storage._cdata: storage for storage in of_tensors}
+        storages = {storage_key(storage): storage for storage in of_tensors}
         empty = [storage for storage in storages.values() if not storage.nbytes()]
         blocks = [empty] if empty else []
         blocks += self._sharing.blocks([storage for storage in storages.values() if storage.nbytes()])
@@ -56,7 +57,7 @@ class TensorIpc:
         try:
             for block in blocks:
                 found = exporter().export(block, self.uuid, self._share)
-                exports |= zip((storage._cdata for storage in block), found, strict=True)
+                exports |= zip((storage_key(storage) for storage in block), found, strict=True)
         except BaseException:  # all or none: the caller has no handles with which to revoke some
             for export_id in {export.export_id for export in exports.values()} - before:
                 exporter().revoke(export_id, timeout_s=0.0)
@@ -66,7 +67,7 @@ class TensorIpc:
         begins = {one: (numbers[export.export_id], export.address) for one, export in exports.items()}
         places = []
         for tensor, storage in zip(tensors, of_tensors, strict=True):
-            number, address = begins[storage._cdata]
+            number, address = begins[storage_key(storage)]
             first = storage.data_ptr() - address + int(tensor.storage_offset()) * tensor.element_size()
             places.append((number, first))
         return [self._whole(export) for export in distinct.values()], places

@@ -15,18 +15,19 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rlcore.atomic import sync_folder
+from rlcore.atomic import sync_to_disk
 from rlcore.engines.checkpoints.damage import DamageError
 from rlcore.engines.checkpoints.data_folder import (
+    hold_data_folder,
     is_first_to_commit,
-    make_data_folder,
     remove_data_folder,
     remove_others,
 )
@@ -36,11 +37,13 @@ from rlcore.engines.checkpoints.manifest import (
     committed,
     encode_manifest,
     read_manifest,
+    remove_unfinished_manifests,
     write_manifest,
 )
 from rlcore.engines.checkpoints.saved_tensor import SavedTensor, TensorPart, open_parts, write_parts
 from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile, host_pieces
 from rlcore.errors import CheckpointError
+from rlcore.file_lock import let_go
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ class Checkpoint:
 
 
 class Save:
-    """One worker's part of a save. Workers write at any time, in any thread; the last one commits."""
+    """One worker's part of a save. Workers write at any time, in any thread; the last one commits.
+
+    All workers enter ``held`` before any of them leaves it: in between no other save takes the files for left behind.
+    """
 
     def __init__(
         self, folder: Path, stamp: Stamp, *, rank: int, size: int, groups: Sequence[str], state: dict[str, Any]
@@ -82,9 +88,23 @@ class Save:
         self._stamp, self._rank, self._size, self._groups = stamp, rank, size, groups
         self._manifest = encode_manifest(stamp, list(groups), size, state)
 
-    def check_folder(self) -> None:
-        """Raise CheckpointError if the folder holds something of somebody else's that a save would replace."""
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Remove what killed saves have left, make the folder of the data, and hold it inside; ``write`` there.
+
+        Raises:
+            OSError: it cannot be made.
+            CheckpointError: ``folder`` holds something of somebody else's that a save would replace.
+        """
         check_replaceable(self.folder)
+        if self._rank == 0:
+            remove_unfinished_manifests(self.folder)
+            remove_others(self.data, is_committed=False)
+        held = hold_data_folder(self.data)
+        try:
+            yield
+        finally:
+            let_go(held)
 
     def write(
         self,
@@ -99,18 +119,16 @@ class Save:
 
         Raises:
             OSError: they could not be written.
-            CheckpointError: see ``check_folder``.
+            CheckpointError: see ``held``.
         """
-        self.check_folder()
-        make_data_folder(self.data)
         for group, named in parts.items():
             write_parts(self._file(group, self._rank), named, self._stamp, pieces)
         if self._is_last():
-            sync_folder(self.data)
-            self.check_folder()
+            sync_to_disk(self.data)
+            check_replaceable(self.folder)
             previous = committed(self.folder)
             write_manifest(self.folder, self._manifest)
-            remove_others(self.data, previous)
+            remove_others(self.data, previous, is_committed=True)
 
     def discard(self) -> None:
         """Remove what all workers have written, after one of them failed."""

@@ -27,5 +27,9 @@ def damage_of(path: Path) -> Iterator[None]:
         raise
     except RecursionError as error:
         raise DamageError(path, "it is nested too deeply") from error
+    except RuntimeError as error:
+        if path.exists():
+            raise
+        raise FileNotFoundError(path) from error  # safetensors opens a file twice, and torch says so of the second time
     except (OSError, ValueError, safetensors_library().SafetensorError) as error:  # msgspec raises ValueErrors
         raise DamageError(path, error) from error

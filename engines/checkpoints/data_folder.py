@@ -1,11 +1,19 @@
-"""The folder of a checkpoint's files. Nothing is removed from it but files that a save has written."""
+"""The folder of a checkpoint's files. Nothing is removed from it but files that a save has written.
+
+As long as a save goes on, each of its workers holds a lock on the folder's marker. So another program that saves into
+the same place can tell what a killed save has left from what a living one still writes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from rlcore.engines.checkpoints.manifest import committed
+from rlcore.file_lock import let_go, share, take
 
 _MARKER = "rlcore-save"
 """A file that every folder of a save has before anything else, and until everything else has gone."""
@@ -14,10 +22,19 @@ _OWN = re.compile(rf"\.?[a-z]+-[0-9]+\.safetensors|{_COMMITTED_BY}")
 _NAME = re.compile(r"data-[0-9a-f]{12}")
 
 
-def make_data_folder(data: Path) -> None:
-    """Make the folder, if no other worker has."""
-    data.mkdir(parents=True, exist_ok=True)
-    (data / _MARKER).touch()
+def hold_data_folder(data: Path) -> int:
+    """Make the folder, if no other worker has, and hold it. Return a descriptor to ``let_go`` when the save is over."""
+    while True:
+        data.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # removed just now by who took it for a killed save's
+            descriptor = os.open(data / _MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            share(descriptor)
+            try:
+                if os.path.samestat(os.fstat(descriptor), (data / _MARKER).stat()):
+                    return descriptor
+            except FileNotFoundError:
+                pass
+            let_go(descriptor)
 
 
 def is_first_to_commit(data: Path) -> bool:
@@ -47,8 +64,35 @@ def remove_data_folder(data: Path, *, is_known: bool = False) -> None:
         data.rmdir()
 
 
-def remove_others(data: Path, known: str) -> None:
-    """Remove what earlier saves left beside this one; ``known`` is the name of the last."""
-    for found in data.parent.iterdir():
+def remove_others(data: Path, known: str = "", *, is_committed: bool) -> None:
+    """Remove what earlier saves left beside this one, but not what a save still writes, nor the last checkpoint.
+
+    Args:
+        known: the name of the checkpoint before this one.
+        is_committed: this save is the last checkpoint. Before that nothing is removed where the file system has no
+            locks, so that it cannot be told who still writes.
+    """
+    for found in data.parent.iterdir() if data.parent.is_dir() else ():
         if _NAME.fullmatch(found.name) and found != data:
-            remove_data_folder(found, is_known=found.name == known)
+            with _marker_of(found) as marker:
+                if marker is None and found.name != known:
+                    with contextlib.suppress(OSError):  # not empty: its save has just made the marker
+                        found.rmdir()
+                    continue
+                is_alone = True if marker is None else take(marker)
+                is_free = is_alone is not False if is_committed else is_alone
+                if is_free and committed(data.parent) != found.name:
+                    remove_data_folder(found, is_known=found.name == known)
+
+
+@contextlib.contextmanager
+def _marker_of(data: Path) -> Iterator[int | None]:
+    """Yield a descriptor of the folder's marker, None if it cannot be opened; what was taken by it is let go."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = os.open(data / _MARKER, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            let_go(descriptor)

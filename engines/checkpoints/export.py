@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import math
+import os
+import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +16,17 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from rlcore.atomic import sync_folder, write_file
+from rlcore.atomic import sync_to_disk, write_file
 from rlcore.engines.checkpoints.export_record import check_free, write_record
 from rlcore.engines.checkpoints.tensor_file import Layout, Stamp, host_pieces, write_tensors
 from rlcore.errors import CheckpointError, InvalidInputError
+from rlcore.file_lock import let_go, take
 from rlcore.nn import TrainModule
 from rlcore.weights.view import whole
 
 _INDEX = "model.safetensors.index.json"
+_MARKER = "rlcore-export"
+"""A file in the folder of an export that goes on, which holds a lock on it."""
 
 
 def export(
@@ -57,6 +64,7 @@ def _export(
     try:
         target = _resolved(folder)
         _check_is_not_source(target, module)
+        _remove_unfinished(target)
         check_free(target)
         _replace_folder(target, lambda new: _write(module, new, shards, weights, stamp))
     except OSError as error:
@@ -146,13 +154,37 @@ def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
 def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Make ``folder`` what ``write`` writes; an earlier export there is replaced once the new one is whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        new, old = Path(temporary, "new"), Path(temporary, "old")
-        new.mkdir()
-        write(new)
-        check_free(folder)  # again: it took a while
-        _swap(new, folder, old)
-    sync_folder(folder.parent)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_prefix(folder)) as temporary:
+        held = os.open(Path(temporary, _MARKER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            take(held)
+            new, old = Path(temporary, "new"), Path(temporary, "old")
+            new.mkdir()
+            write(new)
+            check_free(folder)  # again: it took a while
+            _swap(new, folder, old)
+        finally:
+            let_go(held)
+    sync_to_disk(folder.parent)
+
+
+def _prefix(folder: Path) -> str:
+    """Return the start of the names of folders in which exports to ``folder`` are written."""
+    return f".{folder.name}.rlcore-"
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed exports have left; put an earlier export back that one of them had taken away."""
+    for found in folder.parent.glob(f"{glob.escape(_prefix(folder))}*"):
+        with contextlib.suppress(OSError):  # not an export's, or of somebody else
+            held = os.open(found / _MARKER, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if take(held):
+                    if not folder.exists() and (found / "old").exists():
+                        (found / "old").rename(folder)
+                    shutil.rmtree(found)
+            finally:
+                let_go(held)
 
 
 def _swap(new: Path, folder: Path, old: Path) -> None:

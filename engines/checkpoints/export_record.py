@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.atomic import sync_folder, write_file
+from rlcore.atomic import sync_to_disk, write_file
 from rlcore.engines.checkpoints.damage import DamageError, damage_of
 from rlcore.engines.checkpoints.digest import ALGORITHMS, blank, digest_of, is_sealed, sealed
 from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile
@@ -62,7 +62,7 @@ def write_record(folder: Path, weights: list[str], stamp: Stamp) -> None:
     """Write the record beside the files of a new export, and flush these to disk."""
     others = sorted(name for name in _files(folder) if name not in (*weights, NAME) and (folder / name).is_file())
     for name in others:
-        _sync(folder / name)
+        sync_to_disk(folder / name)
     record = ExportRecord(
         schema=SCHEMA,
         seal=blank(stamp.algorithm),
@@ -72,7 +72,7 @@ def write_record(folder: Path, weights: list[str], stamp: Stamp) -> None:
         others={name: digest_of((folder / name).read_bytes(), stamp.algorithm) for name in others},
     )
     write_file(folder / NAME, sealed(msgspec.json.format(msgspec.json.encode(record)) + b"\n", stamp.algorithm))
-    sync_folder(folder)
+    sync_to_disk(folder)
 
 
 def read_record(folder: Path) -> ExportRecord:
@@ -141,11 +141,3 @@ def _files(folder: Path) -> Iterator[str]:
 
 def _refuse(error: OSError) -> None:
     raise error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from rlcore.collectives.all_gather_bytes import all_gather_bytes
+from rlcore.collectives.default_group import all_gather_bytes, rank_and_size
 from rlcore.device import Device
 from rlcore.engines.checkpoints import checkpoint
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
         try:
             found = checkpoint.read(folder)
             result = look(found)
-            found.check_data(*_rank_and_size())
+            found.check_data(*rank_and_size())
             data = found.manifest.data
         except FileNotFoundError:
             pass
@@ -64,10 +64,6 @@ def _text(failure: Exception | None) -> str:
         return ""
     text = str(failure) or type(failure).__name__
     return text.encode(errors="replace").decode()  # a path need not be Unicode
-
-
-def _rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _exchanged(own: _RankCheck, device: Device) -> list[_RankCheck]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.atomic import write_file
+from rlcore.atomic import remove_unfinished, write_file
 from rlcore.engines.checkpoints.damage import DamageError, damage_of
 from rlcore.engines.checkpoints.digest import ALGORITHMS, blank, is_sealed, sealed
 from rlcore.engines.checkpoints.tensor_file import Stamp
@@ -19,8 +19,6 @@ WITHOUT_DIGESTS = "rlcore.checkpoint/3"
 NAME = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 _GROUP = re.compile(r"[a-z]+")
-_UNFINISHED = re.compile(r"\.manifest\.json\.[a-z0-9_]{8}")
-"""Names that ``write_file`` gives, and leaves if it is killed."""
 
 
 class CheckpointManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -105,11 +103,12 @@ def _check(manifest: CheckpointManifest, path: Path) -> None:
 
 
 def write_manifest(folder: Path, text: bytes) -> None:
-    """Replace the manifest, and remove unfinished files of writers that were killed."""
     write_file(folder / NAME, text)
-    for found in folder.iterdir():
-        if _UNFINISHED.fullmatch(found.name):
-            found.unlink(missing_ok=True)
+
+
+def remove_unfinished_manifests(folder: Path) -> None:
+    """Remove what saves have left that were killed as they wrote the manifest."""
+    remove_unfinished(folder / NAME)
 
 
 def committed(folder: Path) -> str:

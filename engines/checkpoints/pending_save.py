@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.engines.checkpoints.manifest import committed
-from rlcore.errors import CheckpointError, RlcoreError
+from rlcore.errors import CheckpointError, RlcoreError, StateError, first_line
 
 _POLL_S = 0.05
 
@@ -16,14 +16,14 @@ class PendingSave:
     """A save that runs in the background."""
 
     def __init__(
-        self, folder: Path, data: str, is_over: Callable[[], list[bool]], end: Callable[[], list[float | None]]
+        self, folder: Path, data: str, is_over: Callable[[], list[bool]], end: Callable[[bool], list[float | None]]
     ) -> None:
         """Follow a save that has begun.
 
         Args:
             data: name of the checkpoint's data in ``folder``.
             is_over: asks all workers if theirs has ended.
-            end: waits for all workers; returns the seconds of each.
+            end: waits for all workers; returns the seconds of each. Takes ``ends_stopped`` of ``settle``.
         """
         self.folder = folder
         self._data = data
@@ -37,8 +37,8 @@ class PendingSave:
         if not self._has_ended:
             try:
                 return all(self._is_over())
-            except RlcoreError:  # the workers have ended
-                self.settle()
+            except RlcoreError as error:
+                self._workers_ended(error)
         return True
 
     def result(self, timeout_s: float | None = None) -> float:
@@ -64,22 +64,32 @@ class PendingSave:
     wait = result
     """The name that torch's futures have for it."""
 
-    def settle(self) -> None:
-        """Wait for its end; an error of the save is kept, not raised."""
+    def settle(self, *, ends_stopped: bool = False) -> None:
+        """Wait for its end; an error of the save is kept, not raised.
+
+        Args:
+            ends_stopped: do not wait for workers that stay stopped; all are ended then.
+        """
         if self._has_ended:
             return
         try:
-            self._seconds = max(seconds for seconds in self._end() if seconds is not None)
+            self._seconds = max(seconds for seconds in self._end(ends_stopped) if seconds is not None)
         except CheckpointError as error:
             self._error = error
-        except RlcoreError as error:  # the workers have ended
-            if committed(self.folder) == self._data:
-                self._seconds = float("nan")
-                return
-            self._error = CheckpointError(
-                f"the workers ended before the checkpoint {self.folder} was written; the one before it is intact"
-            )
-            self._error.__cause__ = error
+        except RlcoreError as error:
+            self._workers_ended(error)
+
+    def _workers_ended(self, error: RlcoreError) -> None:
+        """Record the end of the save by the end of its workers, of which a call has raised ``error``."""
+        last = committed(self.folder)
+        if last == self._data:
+            self._seconds = float("nan")
+            return
+        if isinstance(error, StateError) and isinstance(error.__cause__, RlcoreError):  # an earlier call had found it
+            error = error.__cause__
+        kept = "the one before it is intact" if last else "there is none before it"
+        self._error = CheckpointError(f"the checkpoint {self.folder} was not written: {first_line(error)}; {kept}")
+        self._error.__cause__ = error
 
     @property
     def unseen_error(self) -> CheckpointError | None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from rlcore.collectives.default_group import rank_and_size
 from rlcore.device import Device
 from rlcore.engines.checkpoints.damage import DamageError
 from rlcore.engines.checkpoints.saved_tensor import OF_EACH_RANK, SavedTensor
@@ -31,12 +31,12 @@ def random_states(device: Device) -> dict[str, Tensor]:
         torch.tensor(internal),
         torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     )
-    return {_name(_world()[0], name): value for name, value in zip(_NAMES, states, strict=True)}
+    return {_name(rank_and_size()[0], name): value for name, value in zip(_NAMES, states, strict=True)}
 
 
 def random_states_of(device: Device) -> str:
     """Say which workers the states can be given back to."""
-    size = _world()[1]
+    size = rank_and_size()[1]
     return f"{size} {device.type} worker{'s' * (size > 1)}"
 
 
@@ -48,7 +48,7 @@ def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, dev
     Raises:
         DamageError: a state is missing, or is no state of its generator.
     """
-    rank, size = _world()
+    rank, size = rank_and_size()
     if saved_of == (now := random_states_of(device)):
         return _setter_of_states({name: _read(saved, rank, name) for name in _NAMES}, rank, device)
     seed = int(_read(saved, 0, "python")[0]) * size + rank
@@ -99,8 +99,3 @@ def _name(rank: int, name: str) -> str:
 
 def _file(rank: int) -> Path:
     return Path(f"rng-{rank}.safetensors")
-
-
-def _world() -> tuple[int, int]:
-    """Return rank and size."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import uuid
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rlcore.collectives.default_group import rank_and_size
 from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.manifest import committed
@@ -30,6 +32,8 @@ class _Background:
     save: Save
     started: float
     thread: threading.Thread
+    held: ExitStack
+    """Closed when all workers have ended theirs."""
     ended: float = 0.0
     error: BaseException | None = None
 
@@ -49,15 +53,17 @@ class Saver:
     ) -> tuple[str, float]:
         """Save; return the name of the checkpoint's data and the seconds until training can go on.
 
+        A save in the background before it was waited for by ``end``, as the engine does.
+
         Args:
             algorithm: of the digests.
 
         Raises:
             CheckpointError: a worker could not write, or has no host memory for a copy; or the folder is not free.
         """
+        assert self._background is None, "end() comes first"
         started = time.perf_counter()
-        self.end()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, size = rank_and_size()
         save = Save(
             folder,
             Stamp(self._agreed_name(), algorithm),
@@ -68,7 +74,7 @@ class Saver:
         )
         with ExitStack() as undo:
             with self._together(save):
-                save.check_folder()
+                undo.enter_context(save.held())
                 parts = {group: parts_of(named) for group, named in captured.tensors.items()}
                 if blocking:
                     save.write(parts)
@@ -76,9 +82,9 @@ class Saver:
                     tensors = [part.tensor for named in parts.values() for part in named.values()]
                     snapshot = _snapshot(self._device, tensors)
                     undo.callback(snapshot.release)
-            undo.pop_all()
-        if not blocking:
-            self._background = _in_background(save, started, snapshot, lambda: save.write(parts, snapshot.pieces))
+            if not blocking:
+                write = functools.partial(save.write, parts, snapshot.pieces)
+                self._background = _in_background(save, started, snapshot, write, undo.pop_all())
         return save.data.name, time.perf_counter() - started
 
     def end(self) -> float | None:
@@ -91,9 +97,12 @@ class Saver:
         background, self._background = self._background, None
         if background is None:
             return None
-        with self._together(background.save):
-            if background.error is not None:
-                raise background.error
+        try:
+            with self._together(background.save):
+                if background.error is not None:
+                    raise background.error
+        finally:
+            background.held.close()
         return background.ended - background.started
 
     def is_over(self) -> bool:
@@ -150,7 +159,9 @@ def _snapshot(device: Device, tensors: list[torch.Tensor]) -> Snapshot:
         ) from error
 
 
-def _in_background(save: Save, started: float, snapshot: Snapshot, write: Callable[[], None]) -> _Background:
+def _in_background(
+    save: Save, started: float, snapshot: Snapshot, write: Callable[[], None], held: ExitStack
+) -> _Background:
     def run() -> None:
         try:
             write()
@@ -161,6 +172,6 @@ def _in_background(save: Save, started: float, snapshot: Snapshot, write: Callab
             background.ended = time.perf_counter()
 
     # Not a daemon: a program that ends waits for it.
-    background = _Background(save, started, threading.Thread(target=run, name="rlcore-save"))
+    background = _Background(save, started, threading.Thread(target=run, name="rlcore-save"), held)
     background.thread.start()
     return background

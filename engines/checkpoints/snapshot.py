@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from rlcore import held_memory
 from rlcore.device import Device
 from rlcore.engines.checkpoints.tensor_file import host_pieces
 from rlcore.engines.offload.chunks import Chunk, StorageRange
@@ -34,6 +35,11 @@ class Snapshot:
             Transfer(device, self._arena, [copy], []).run()
         # The ranges would hold the storages on the device.
         self._blocks = deque((chunk.block, deque(chunk.pairs()[0])) for chunk in chunks)
+        held_memory.report(self, Snapshot._held)
+
+    def _held(self) -> dict[str, int]:
+        blocks = sum(block.nbytes for block, _ in list(self._blocks) if block is not None)
+        return {f"a save in the background (of the host memory for {self._device.name})": blocks}
 
     def pieces(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield the bytes that ``tensor`` had, as uint8 tensors.

@@ -28,7 +28,7 @@ from torch import Tensor
 from rlcore.engines.checkpoints.damage import DamageError, damage_of
 from rlcore.engines.checkpoints.digest import ALGORITHMS, blank, is_sealed, new_digest, sealed
 from rlcore.nn import safetensors_library
-from rlcore.tensor_data import host_bytes
+from rlcore.tensor_data import flat_bytes, host_bytes
 
 _PIECE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
@@ -58,8 +58,7 @@ def file_order(layout: tuple[str, Layout]) -> tuple[int, str]:
 
 def host_pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the bytes of a tensor as uint8 tensors in host memory, in order."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    yield from (part.cpu() for part in torch.split(flat, _PIECE_BYTES))
+    yield from (part.cpu() for part in torch.split(flat_bytes(tensor), _PIECE_BYTES))
 
 
 # ----------------------------------------------------------------------------------------------------- written

@@ -11,7 +11,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from rlcore.engines.checkpoints.plain_values import tagged, untagged
 from rlcore.engines.checkpoints.random_states import random_states, random_states_of, setter_of_random_states
 from rlcore.engines.checkpoints.saved_tensor import SavedTensor
 from rlcore.errors import CheckpointError
+from rlcore.nn import optimizers_of, schedulers_of
 from rlcore.weights.adapters import adapter_names
 from rlcore.weights.names import mismatch
 from rlcore.weights.shards import like, local_part, own_box
@@ -62,16 +62,6 @@ class Captured:
 
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
-
-
-def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
-    """Return every attribute of the module that is an optimizer."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
-
-
-def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
-    """Return every attribute of the module that is a learning-rate scheduler."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
 
 
 def capture(module: nn.Module, device: Device) -> Captured:

@@ -53,9 +53,24 @@ class VerifyReport:
 def verify(folder: Path) -> VerifyReport:
     """Read all of a checkpoint or an exported model and compare it with its digests; no engine is needed.
 
+    A checkpoint that a save replaces meanwhile is left for the new one.
+
     Raises:
         CheckpointError: the folder is neither, or the file that lists the others is damaged.
     """
+    while True:
+        last = manifest.committed(folder)
+        try:
+            report = _report(folder)
+        except CheckpointError:
+            if manifest.committed(folder) == last:
+                raise
+            continue
+        if report.is_whole or manifest.committed(folder) == last:
+            return report
+
+
+def _report(folder: Path) -> VerifyReport:
     try:
         if _exists(folder / manifest.NAME):
             return _of_checkpoint(folder, manifest.read_manifest(folder))

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlcore.collectives.all_gather_bytes import all_gather_bytes
+from rlcore.collectives.default_group import all_gather_bytes
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerContext

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
+from rlcore import held_memory
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GroupSwap, OffloadGroup, swap_groups
-from rlcore.engines.offload.host_arena import arena_of
+from rlcore.engines.offload.host_arena import arena_of, reserve_host_memory
 from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.residency import Move
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
@@ -68,6 +69,7 @@ class Worker:
         """This worker's ends of weight syncs: its ``Receiver``, or of a trainer its ``Sender``."""
         self._swap: GroupSwap | None = None
         self._earlier_host_limit = arena_of(self.device).limit_bytes
+        held_memory.report(self, Worker._held)
 
     def onload(self, tag: str) -> OffloadReport:
         return self.offload_groups[tag].onload()
@@ -124,11 +126,7 @@ class Worker:
         Raises:
             DeviceError: there is not so much.
         """
-        arena = arena_of(self.device)
-        if host_memory_bytes is not None:
-            arena.set_limit(host_memory_bytes)
-        if reserve_host_bytes is not None:
-            arena.reserve(reserve_host_bytes)
+        reserve_host_memory(self.device, host_memory_bytes, reserve_host_bytes)
 
     def restore_host_limit(self) -> None:
         """The limit of offloads is what it was before this worker."""
@@ -141,6 +139,11 @@ class Worker:
         }
         memory = self.device.memory
         return {"device": self.device.name, "tags": tags, "stats": memory.stats(), "info": memory.info()}
+
+    def _held(self) -> dict[str, int]:
+        """Return the bytes that its tags have on the device. Those on the host are part of the arena's."""
+        name = f"of {self.context.engine} on {self.device.name}"
+        return {f"{tag} {name}": group.device_bytes for tag, group in self.offload_groups.items()}
 
     def close(self) -> None:
         """Drop everything and give the memory back to the device, and to the host what no other worker has there."""

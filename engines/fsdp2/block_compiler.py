@@ -10,7 +10,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch._functorch.config
+
+from rlcore.engines._torch_private import allow_graphs, compile_keeping_less
 
 _MAX_GRAPHS = 64
 """Graphs of one code. By itself the compiler makes 8, and runs the rest uncompiled. Blocks of two attention windows
@@ -37,7 +38,7 @@ class BlockCompiler:
         call.__code__ = self._codes.setdefault(cls, own)
         limit: dict[str, Any] = {"recompile_limit": _MAX_GRAPHS} if _COMPILE_TAKES_LIMIT else {}
         if not limit:  # older torch has one limit for the whole process
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_GRAPHS)
+            allow_graphs(_MAX_GRAPHS)
         compiled: Callable[..., Any] = torch.compile(functools.wraps(forward)(call), backend=backend, **limit)
         return compiled
 
@@ -56,5 +57,4 @@ def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     not kept: weights in the compute dtype, norms, and the activation between two products of an MLP. A block of
     Qwen2.5-1.5B keeps 24,860 values a token instead of 36,892.
     """
-    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
-        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+    return compile_keeping_less(graph, inputs)

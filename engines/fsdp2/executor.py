@@ -29,7 +29,7 @@ from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
-from rlcore.nn import TrainModule
+from rlcore.nn import TrainModule, optimizers_of
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.names import mismatch
@@ -56,6 +56,8 @@ class Fsdp2Executor(TrainExecutor):
         if sharding.device_norms and not sharding.compile:
             use_device_norms(module, device)  # before FSDP changes the classes
         shard(module, sharding, device, partial(context.process_group, COLLECTIVE_TIMEOUT_S), context.world_size)
+        if context.world_size > 1:
+            context.close_listeners(COLLECTIVE_TIMEOUT_S)  # of the mesh's groups
         materialize(module, source, device, seed=seed)
         module.train()
         module.on_weights_materialized()
@@ -65,7 +67,7 @@ class Fsdp2Executor(TrainExecutor):
         self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self.sync_ends = [self._sender]
         self.offload_groups = self._make_offload_groups()
-        return bool(train_state.optimizers_of(module))
+        return bool(optimizers_of(module))
 
     def _make_offload_groups(self) -> dict[str, OffloadGroup]:
         module, class_name = self.module, self._class_name
@@ -77,27 +79,27 @@ class Fsdp2Executor(TrainExecutor):
         def guard_weights(guard: Guard, state: str) -> None:
             message = f"the weights of this {class_name} are {state}; call the engine's onload('weights')"
             guard.guard_module(module, message)
-            guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
+            guard.guard_optimizers(optimizers_of(module).values(), message)
 
         def guard_optimizers(guard: Guard, state: str) -> None:
             message = f"the optimizer of this {class_name} are {state}; call the engine's onload('optimizer')"
-            guard.guard_optimizers(train_state.optimizers_of(module).values(), message)
+            guard.guard_optimizers(optimizers_of(module).values(), message)
 
         def guard_grads(guard: Guard, state: str) -> None:
             message = f"the grads of this {class_name} are {state}; call the engine's onload('grads')"
-            guard.guard_steps(train_state.optimizers_of(module).values(), message)
+            guard.guard_steps(optimizers_of(module).values(), message)
             if state == "offloaded" and any(parameter.grad is not None for parameter in module.parameters()):
                 message = (
                     f"the grads of this {class_name} are in host memory, where zero_grad() does not reach them; "
                     "drop them by the engine's meta('grads'), or call its onload('grads') first"
                 )
-                guard.guard_zero_grad([module, *train_state.optimizers_of(module).values()], message)
+                guard.guard_zero_grad([module, *optimizers_of(module).values()], message)
 
         return {
             "weights": OffloadGroup(self.device, weights, guard_weights, before_leaving=self._sender.revoke),
             "optimizer": OffloadGroup(
                 self.device,
-                lambda: optimizer_tensors(train_state.optimizers_of(module).values()),
+                lambda: optimizer_tensors(optimizers_of(module).values()),
                 guard_optimizers,
             ),
             "grads": GradientGroup(self.device, module, guard_grads),
@@ -210,7 +212,7 @@ class Fsdp2Executor(TrainExecutor):
 
 def _check_optimizers(module: TrainModule) -> None:
     """Refuse optimizers that torch cannot run on sharded parameters: it would, after a backward, name an operator."""
-    for name, optimizer in train_state.optimizers_of(module).items():
+    for name, optimizer in optimizers_of(module).items():
         if isinstance(optimizer, torch.optim.SGD) and any(group["fused"] for group in optimizer.param_groups):
             raise UnsupportedError(
                 f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",

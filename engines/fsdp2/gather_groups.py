@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from rlcore.compute_dtype import ComputeDtype
+from rlcore.engines._torch_private import forget_forwards, fsdp_pre_backward
 
 
 def gather_groups(
@@ -54,14 +55,14 @@ def complete_hooks(group: list[nn.Module], compute_dtype: torch.dtype) -> None:
     first, *others = group
     if not others:
         return
-    state = first._get_fsdp_state()  # type: ignore[operator]
+    prepare = fsdp_pre_backward(first)
     for block in group:
-        block.register_forward_hook(lambda _, __, output: state._register_pre_backward_hook(output))
+        block.register_forward_hook(lambda _, __, output: prepare(output))
     if hasattr(FSDPModule, "reset_iter_state"):
         return
     # Before torch 2.13, a group whose block failed, so that the others did not run, counted as in use for ever, and
     # only the inputs of the first block were cast.
-    first.register_forward_pre_hook(lambda *_: state._modules_to_run_forward.clear(), prepend=True)
+    first.register_forward_pre_hook(lambda module, _: forget_forwards(module), prepend=True)
     inputs = ComputeDtype(compute_dtype)
     for block in others:
         block.register_forward_pre_hook(lambda _, *given: inputs.of_inputs(given), with_kwargs=True)

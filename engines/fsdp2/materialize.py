@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore._torch_private import own_buffers, own_parameters
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
 from rlcore.engines.offload.storages import owned
 from rlcore.errors import CheckpointError
@@ -38,10 +39,10 @@ def materialize(module: TrainModule, source: WeightSource, device: torch.device,
         new = nn.Parameter(like(old, local), requires_grad=old.requires_grad)
         for name in names:
             owner, leaf = owner_of(module, name)
-            owner._parameters[leaf] = new
+            own_parameters(owner)[leaf] = new
     for name, buffer in module.named_buffers():
         owner, leaf = owner_of(module, name)
-        owner._buffers[leaf] = owned(reader.buffer(name, buffer).to(device))
+        own_buffers(owner)[leaf] = owned(reader.buffer(name, buffer).to(device))
 
 
 def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:

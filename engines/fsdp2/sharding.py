@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from rlcore._torch_private import own_parameters
 from rlcore.compute_dtype import (
     ComputeDtype,
     computing,
@@ -33,6 +34,7 @@ from rlcore.compute_dtype import (
     set_compute_dtype,
     stop_computing,
 )
+from rlcore.engines._torch_private import is_view
 from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 from rlcore.errors import InvalidInputError
@@ -141,11 +143,11 @@ def _retype(module: nn.Module, options: Sharding) -> None:
     """Give meta parameters their dtypes; tied ones stay tied."""
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for submodule in module.modules():
-        for name, old in submodule._parameters.items():
+        for name, old in own_parameters(submodule).items():
             if old is not None:
                 dtype = options.torch_dtype if old.requires_grad else options.torch_compute_dtype
                 converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
-                submodule._parameters[name] = converted[old]
+                own_parameters(submodule)[name] = converted[old]
 
 
 def _blocks(module: TrainModule) -> dict[str, nn.Module]:
@@ -194,7 +196,7 @@ def _without_views(hidden_states: Callable[..., Tensor]) -> Callable[..., Tensor
     @functools.wraps(hidden_states)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         hidden_TH = hidden_states(*args, **kwargs)
-        return hidden_TH if hidden_TH._base is None else hidden_TH.clone()
+        return hidden_TH.clone() if is_view(hidden_TH) else hidden_TH
 
     return call
 

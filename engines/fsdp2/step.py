@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rlcore.device import Device
-from rlcore.engines.checkpoints.train_state import optimizers_of, schedulers_of
+from rlcore.engines._torch_private import divide_all, reads_found_inf
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
 from rlcore.engines.fsdp2.sharding import (
@@ -30,7 +30,7 @@ from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.interface import LossOutput
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
-from rlcore.nn import OutputHead, TrainModule
+from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
 from rlcore.weights.shards import local_part
 
 _NORM_EPS = 1e-6
@@ -126,7 +126,7 @@ def _clip_and_step(
         if not is_finite:
             return
         if divisor is not None:
-            torch._foreach_div_([local_part(gradient) for gradient in gradients], divisor)
+            divide_all([local_part(gradient) for gradient in gradients], divisor)
         for optimizer in optimizers:
             optimizer.step()
         return
@@ -144,7 +144,7 @@ def _decides_on_device(optimizer: Optimizer) -> bool:
 
     SGD is left out: a skipped first step would leave its momentum as uninitialized memory.
     """
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+    return reads_found_inf(optimizer) and not isinstance(optimizer, torch.optim.SGD)
 
 
 def _accumulate(

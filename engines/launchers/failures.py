@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 import rlcore.errors
+from rlcore.device import Device
 from rlcore.engines.launchers.answers import dump_answer, load_answer
+from rlcore.engines.launchers.want_of_memory import want_of_memory
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, RlcoreError, WorkerError, one_line
 
@@ -27,10 +29,12 @@ class WorkerFailure(msgspec.Struct, array_like=True):
     traceback: str
     attributes: dict[str, bytes]
     """The attributes of rlcore's own errors that are plain data, as ``dump_answer`` writes them."""
+    memory: str = ""
+    """The text of ``want_of_memory``; "" for another failure."""
 
 
-def describe(error: BaseException) -> WorkerFailure:
-    """Return an exception as plain data."""
+def describe(error: BaseException, device: Device | None = None) -> WorkerFailure:
+    """Return an exception as plain data; ``device`` is the worker's, if it has one yet."""
     is_ours = vars(rlcore.errors).get(type(error).__name__) is type(error)
     attributes = dict(_plain_attributes(error)) if is_ours else {}
     return WorkerFailure(
@@ -39,6 +43,7 @@ def describe(error: BaseException) -> WorkerFailure:
         in_one_line=_bounded(one_line(error)),
         traceback=_bounded("".join(traceback.format_exception(error))),
         attributes=attributes,
+        memory=want_of_memory(error, device),
     )
 
 
@@ -75,12 +80,14 @@ def raised(failure: WorkerFailure, context: WorkerContext, method: str) -> Excep
             rank=context.rank,
             device=context.device_name,
             method=method,
-            error=failure.in_one_line,
+            error=f"{failure.in_one_line}\n\n{failure.memory}" if failure.memory else failure.in_one_line,
             traceback=failure.traceback,
         )
     kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
     error = kind.__new__(kind, failure.message)
     error.args = (failure.message,)  # those that are an OSError too leave it to __init__
     error.__dict__.update({name: load_answer(body, [], Any) for name, body in failure.attributes.items()})
+    if failure.memory:
+        error.add_note(failure.memory)
     error.add_note(f"raised by {method}() on {context.where}:\n{failure.traceback}")
     return error

@@ -17,13 +17,16 @@ from typing import Any
 from rlcore.engines.launchers.pickled_calls import one_call
 from rlcore.engines.launchers.states import state_of_worker
 from rlcore.engines.launchers.worker import CurrentCall, WorkerHandle
-from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError
+from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError, first_line
+from rlcore.process.status import state_of
 
 _GRACE_S = 5.0
 """After one worker failed, others may wait for it in a collective: how long they get to end by themselves."""
 STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
 _LONGEST_WAIT_S = 60.0
+_LOOK_S = 0.5
+"""How often workers are looked at that may be stopped."""
 sending = threading.RLock()
 """Held while all workers of a group are sent one call: processes that several groups share get the calls in one order,
 so that their collectives cannot cross."""
@@ -31,7 +34,7 @@ os.register_at_fork(after_in_child=sending._at_fork_reinit)  # type: ignore[attr
 
 
 _Inbox = queue.SimpleQueue["Future[Any] | Callable[[], None]"]
-"""What comes back during a call, in its order: the futures that have ended, and a function for each event."""
+"""The answers that come back during a call, in order: futures that have ended, and a function for each event."""
 
 
 class WorkerGroup:
@@ -44,6 +47,7 @@ class WorkerGroup:
         self.store = store
         self._owner = os.getpid()
         self._broken_by: BaseException | None = None
+        self._kept: list[object] = []
         self._abandoned = weakref.finalize(self, _abandon, self.workers, store, self._owner)
 
     def call(
@@ -52,11 +56,15 @@ class WorkerGroup:
         calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
         on_event: Callable[[Any], None] | None = None,
         timeout_s: float | None = None,
+        *,
+        ends_stopped: bool = False,
     ) -> list[Any]:
         """Call ``method`` on all workers at once, with one (args, kwargs) each; return their results by rank.
 
         ``on_event`` gets what they emit meanwhile, in the thread of this call. A call may take ``timeout_s`` (None: the
         group's) from when its worker begins with it: it may have to wait for another engine's call in the same process.
+        With ``ends_stopped`` it does not wait for a worker that is stopped for ``STOP_S``: for calls before the end,
+        where whoever stopped the worker has no use for it any more.
 
         Raises:
             StateError: the workers were ended by an earlier failure, or belong to another process.
@@ -82,7 +90,7 @@ class WorkerGroup:
             ]
         futures = self._send(prepared)
         try:
-            return self._results(method, futures, inbox)
+            return self._results(method, futures, inbox, ends_stopped=ends_stopped)
         except BaseException:  # Ctrl-C, or what on_event raised: the workers would go on for nobody
             for worker, future in zip(self.workers, futures, strict=True):
                 worker.cancel(future)
@@ -96,7 +104,8 @@ class WorkerGroup:
             )
         if self._broken_by is not None:
             raise StateError(
-                f"{method}() is refused: the workers were ended after an earlier failure; call restart()"
+                f"{method}() is refused: the workers were ended after an earlier failure "
+                f"({first_line(self._broken_by)}); call restart()"
             ) from self._broken_by
 
     def _send(self, prepared: Sequence[Callable[[], Future[Any]]]) -> list[Future[Any]]:
@@ -115,20 +124,27 @@ class WorkerGroup:
         """Wait until all workers are ready. Raises as ``call`` does."""
         self._results("start", list(started), queue.SimpleQueue())
 
-    def _results(self, method: str, futures: list[Future[Any]], inbox: _Inbox) -> list[Any]:
+    def _results(
+        self, method: str, futures: list[Future[Any]], inbox: _Inbox, *, ends_stopped: bool = False
+    ) -> list[Any]:
         for future in futures:
             future.add_done_callback(inbox.put)
         unanswered = set(futures)
+        longest_wait_s, running_until = _LOOK_S if ends_stopped else _LONGEST_WAIT_S, time.monotonic()
         while unanswered:
             present = self._present(futures)
             # Without a present call its answer is being read, and will wake this up.
-            patience_s = min((current.remaining_s for current in present.values()), default=_LONGEST_WAIT_S)
+            patience_s = min((current.remaining_s for current in present.values()), default=longest_wait_s)
             try:
-                item = inbox.get(timeout=min(_LONGEST_WAIT_S, max(0.0, patience_s)))
+                item = inbox.get(timeout=min(longest_wait_s, max(0.0, patience_s)))
             except queue.Empty:
                 present = self._present(futures)
                 if any(current.remaining_s <= 0 for current in present.values()):
                     raise self._timeout(method, present, futures) from None
+                if not any(state_of(self.workers[rank].process_id) == "T" for rank in present):
+                    running_until = time.monotonic()
+                elif ends_stopped and time.monotonic() - running_until > STOP_S:
+                    raise self._timeout(method, present, futures, STOP_S) from None
                 continue
             if not isinstance(item, Future):
                 item()
@@ -153,14 +169,23 @@ class WorkerGroup:
         error = _cause(errors)
         for rank, other in errors.items():
             if other is not error:
-                error.add_note(f"rank {rank} failed too: {str(other).partition(chr(10))[0]}")
+                error.add_note(f"rank {rank} failed too: {first_line(other)}")
         if isinstance(error, WorkerDiedError) or not all(future.done() for future in futures):
             error.add_note("the executor's workers were ended; restart() brings them back")
             self._break(error)
         return error
 
-    def _timeout(self, method: str, present: dict[int, CurrentCall], futures: list[Future[Any]]) -> WorkerTimeoutError:
-        """Return an error that blames the worker for which the others wait, and shows all that have not answered."""
+    def _timeout(
+        self,
+        method: str,
+        present: dict[int, CurrentCall],
+        futures: list[Future[Any]],
+        waited_s: float | None = None,
+    ) -> WorkerTimeoutError:
+        """Return an error that blames the worker for which the others wait, and shows all that have not answered.
+
+        ``waited_s`` is the time that it got, None the one that its call has.
+        """
         with ThreadPoolExecutor(len(present)) as threads:  # a stack may take a second
             stacks = dict(zip(present, threads.map(lambda rank: self.workers[rank].stack(), present), strict=True))
         states = {rank: state_of_worker(stack) for rank, stack in stacks.items()}
@@ -170,7 +195,8 @@ class WorkerGroup:
             rank=rank,
             device=self.workers[rank].context.device_name,
             method=current.method,
-            timeout_s=current.timeout_s,
+            timeout_s=waited_s or current.timeout_s,
+            state=states[rank][1],
             stack="\n\n".join(f"{where[one]}:\n{stacks[one]}" for one in sorted(stacks, key=lambda one: one != rank)),
         )
         if len(states) > 1:
@@ -185,7 +211,12 @@ class WorkerGroup:
 
     def _break(self, error: BaseException) -> None:
         self._broken_by = error
-        self.kill(f"{self.engine} failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
+        self.kill(f"{self.engine} failed: {first_line(error)}")
+
+    def keep_until_end(self, thing: object) -> None:
+        """Keep something that the workers use until they have ended."""
+        if self._abandoned.alive:
+            self._kept.append(thing)
 
     def kill(self, because: str) -> None:
         """End all workers at once, and with them the workers of other engines in their processes."""
@@ -215,6 +246,7 @@ class WorkerGroup:
 
     def _remove_store(self) -> None:
         self._abandoned.detach()
+        self._kept.clear()
         if self.store:
             shutil.rmtree(self.store, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from typing import Any
 from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
 from rlcore.engines.launchers.failures import describe, raised
 from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.want_of_memory import want_of_memory
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.settings import Settings
@@ -88,11 +89,13 @@ class InlineWorker:
             with self.context.running(method):
                 future.set_result(function())
         except RlcoreError as error:
+            if memory := want_of_memory(error, self.context.device):
+                error.add_note(memory)
             error.add_note(f"raised by {method}() on {self.context.where}")
             future.set_exception(error)
         # sys.exit() in a worker does not end the user's program; Ctrl-C does.
         except (Exception, SystemExit) as error:
-            failed = raised(describe(error), self.context, method)
+            failed = raised(describe(error, self.context.device), self.context, method)
             failed.__cause__ = error
             future.set_exception(failed)
         return future

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 _WINDOW_S = 5.0  # equal lines of several ranks within this time are taken for one event
 _END = re.compile(rb"[\r\n]")
+_UNCAUGHT = "  what():"
+"""Begins the line in which the C++ runtime shows the error that it ends the process for."""
 _LONGEST_LINE = 64 << 10  # bytes; the rest is a line of its own
 
 
@@ -51,24 +53,40 @@ def _print(line: str, out: TextIO) -> None:
 _merger = LogMerger(lambda: sys.stderr)
 
 
-def forward_logs(process: Popen[bytes], label: Callable[[], str]) -> threading.Thread:
-    """Print what ``process`` writes, until it ends. A line that ends in a carriage return is a progress bar's."""
-    thread = threading.Thread(target=_forward, args=(process, label), name="rlcore-logs", daemon=True)
-    thread.start()
-    return thread
+class LogForwarder:
+    """Prints what a process writes, until it ends. A line that ends in a carriage return is a progress bar's.
 
+    Attributes:
+        cause_of_abort: the error of C++ that nobody caught, which ends a process by SIGABRT; "" until there is one.
+    """
 
-def _forward(process: Popen[bytes], label: Callable[[], str]) -> None:
-    assert process.stdout is not None
-    rest = b""
-    with process.stdout as stream:
-        while data := stream.read1(65536):  # type: ignore[attr-defined]
-            *lines, rest = _lines(rest + data)
-            for text, end in lines:
-                if text:
-                    _merger.line(label(), text.decode(errors="replace"), end)
-    if rest:
-        _merger.line(label(), rest.decode(errors="replace"))
+    def __init__(self, process: Popen[bytes], label: Callable[[], str]) -> None:
+        self.cause_of_abort = ""
+        self._process, self._label = process, label
+        self._thread = threading.Thread(target=self._forward, name="rlcore-logs", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all is printed that the process has written."""
+        self._thread.join(timeout_s)
+
+    def _forward(self) -> None:
+        assert self._process.stdout is not None
+        rest = b""
+        with self._process.stdout as stream:
+            while data := stream.read1(65536):  # type: ignore[attr-defined]
+                *lines, rest = _lines(rest + data)
+                for text, end in lines:
+                    if text:
+                        self._line(text, end)
+        if rest:
+            self._line(rest, "\n")
+
+    def _line(self, data: bytes, end: str) -> None:
+        text = data.decode(errors="replace")
+        if text.startswith(_UNCAUGHT):
+            self.cause_of_abort = text.removeprefix(_UNCAUGHT).strip()
+        _merger.line(self._label(), text, end)
 
 
 def _lines(data: bytes) -> Iterator[Any]:

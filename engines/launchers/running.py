@@ -1,19 +1,23 @@
 """The running worker processes of this user: each has a small file, which ``rlcore ps`` reads.
 
-Files that an ended process could not remove are removed by the next reader (``runtime_files.py``).
+Files that an ended process could not remove are removed by the next reader (``runtime_files.py``). A file alone is not
+believed: the process that it names must be this user's, have started when the file says, and be a worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import msgspec
 
-from rlcore.engines.launchers.runtime_files import record_of, records, remove_stale_stores
+from rlcore.engines.launchers.runtime_files import record_name, remove_stale_stores
 from rlcore.errors import InvalidInputError
-from rlcore.process.status import start_time
+from rlcore.process.guard import FAMILY
+from rlcore.process.runtime_folder import RuntimeFolder, runtime_folder
+from rlcore.process.status import session_of, start_time
 
 
 class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,10 +29,6 @@ class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
     parent: int
     device: str
     engines: list[str]
-
-    @property
-    def path(self) -> Path:
-        return record_of(self.pid)
 
     @property
     def age_s(self) -> float:
@@ -45,26 +45,34 @@ class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def announce(pid: int, device: str, engines: list[str]) -> RunningProcess:
+def announce(folder: RuntimeFolder, pid: int, device: str, engines: list[str]) -> None:
     """Write, or write again, the record of a process."""
     process = RunningProcess(pid=pid, started=start_time(pid) or 0, parent=os.getpid(), device=device, engines=engines)
-    process.path.write_bytes(msgspec.json.encode(process))
-    return process
+    folder.write(record_name(pid), msgspec.json.encode(process))
+
+
+def read_record(folder: RuntimeFolder, name: str) -> RunningProcess | None:
+    """Return what a record says; None if it is not this user's, not whole, or stands under another process's name."""
+    try:
+        process = msgspec.json.decode(folder.read(name) or b"", type=RunningProcess)
+    except msgspec.DecodeError:  # being written, or just removed
+        return None
+    return process if name == record_name(process.pid) else None
 
 
 def running_processes() -> list[RunningProcess]:
     """Return the worker processes that run now, oldest first, and remove the files of those that have ended."""
-    remove_stale_stores()
     found = []
-    for path in records():
-        try:
-            process = msgspec.json.decode(path.read_bytes(), type=RunningProcess)
-        except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
-            continue
-        if start_time(process.pid) == process.started:
-            found.append(process)
-        else:
-            path.unlink(missing_ok=True)
+    with runtime_folder() as folder:
+        remove_stale_stores(folder)
+        for name in folder.names(record_name("*")):
+            process = read_record(folder, name)
+            if process is None:
+                continue
+            if start_time(process.pid) != process.started:
+                folder.remove(name)
+            elif _is_own_worker(process):
+                found.append(process)
     return sorted(found, key=lambda process: process.started)
 
 
@@ -77,5 +85,23 @@ def kill(pid: int) -> RunningProcess:
     processes = {process.pid: process for process in running_processes()}
     if pid not in processes:
         raise InvalidInputError(f"no worker process has the id {pid}; living: {sorted(processes) or 'none'}")
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        descriptor = os.pidfd_open(pid)
+        try:
+            if start_time(pid) == processes[pid].started:  # the id does not mean another process by now
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
     return processes[pid]
+
+
+def _is_own_worker(process: RunningProcess) -> bool:
+    """Return True if this user runs it, and its maker started it as a worker: such a process leads a session."""
+    folder = Path(f"/proc/{process.pid}")
+    try:
+        variables = (folder / "environ").read_bytes().split(b"\0")
+        is_own = folder.stat().st_uid == os.getuid()
+    except OSError:  # it has just ended, or belongs to another user
+        return False
+    is_worker = any(variable.startswith(f"{FAMILY}={process.parent}-".encode()) for variable in variables)
+    return is_own and is_worker and session_of(process.pid) == process.pid

@@ -65,6 +65,10 @@ class WorkerContext:
         """
         return self.world.default_group(self, timeout_s)
 
+    def close_listeners(self, timeout_s: float) -> None:
+        """Have gloo's groups that these workers have made take no connection any more; all of them call it together."""
+        self.world.close_listeners(self, timeout_s)
+
     @property
     def joins_torchrun(self) -> bool:
         """The world is one that torchrun started."""

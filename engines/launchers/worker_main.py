@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import logging
@@ -11,9 +12,12 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from rlcore.engines.launchers.runtime_files import record_of, remove_stale_stores
+from rlcore.engines.launchers.runtime_files import record_name, remove_stale_stores
 from rlcore.errors import StateError
+from rlcore.process import descriptors
+from rlcore.process.exporter_socket import remove_stale_sockets
 from rlcore.process.guard import leave_guard
+from rlcore.process.runtime_folder import runtime_folder
 from rlcore.settings import Settings
 
 _QUIET_TRACKERS = "ignore:resource_tracker:UserWarning"
@@ -38,6 +42,8 @@ def main(descriptor: str, stack_descriptor: str, parent: str, calls: str) -> Non
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would hold back a page of lines
     logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
     logging.getLogger("rlcore").setLevel(Settings.from_env().log_level)
+    descriptors.raise_limit()
+    descriptors.watch()
 
     from rlcore.engines.launchers.pickled_calls import load_pickled_call
     from rlcore.engines.launchers.plain_calls import load_plain_call
@@ -47,16 +53,19 @@ def main(descriptor: str, stack_descriptor: str, parent: str, calls: str) -> Non
     WorkerServer(socket.socket(fileno=int(descriptor)), load_call).run()
     sys.stdout.flush()
     sys.stderr.flush()
+    with contextlib.suppress(OSError, StateError):  # then the guard cannot either
+        _remove_files(os.getpid())  # as the guard does, but before those who wait for the end of this process
     # Interpreter shutdown can hang in a library's exit handlers; everything of ours is closed.
     os._exit(0)
 
 
 def _remove_files(pid: int) -> None:
-    record = record_of(pid)
-    record.unlink(missing_ok=True)
-    for socket_file in record.parent.glob(f"ipc-{pid}-*.sock"):  # of exports; the worker's exit handlers do not run
-        socket_file.unlink(missing_ok=True)
-    remove_stale_stores()
+    with runtime_folder() as folder:
+        folder.remove(record_name(pid))
+        for name in folder.names(f"ipc-{pid}-*.sock"):  # of exports; the worker's exit handlers do not run
+            folder.remove(name)
+        remove_stale_stores(folder)
+        remove_stale_sockets(folder)  # of the parent too, if it was killed
 
 
 def _refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:

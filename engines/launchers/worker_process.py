@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import itertools
 import logging
@@ -22,6 +23,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,16 +32,19 @@ from rlcore.engines.launchers import running
 from rlcore.engines.launchers.answers import load_answer
 from rlcore.engines.launchers.failures import WorkerFailure, raised
 from rlcore.engines.launchers.interpreter import environment_for
-from rlcore.engines.launchers.logs import forward_logs
+from rlcore.engines.launchers.logs import LogForwarder
 from rlcore.engines.launchers.messages import Kind, MessageHead
 from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 from rlcore.engines.launchers.plain_calls import dump_plain_call
+from rlcore.engines.launchers.runtime_files import record_name
 from rlcore.engines.launchers.states import GONE, STOPPED
 from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
 from rlcore.errors import InvalidInputError, WorkerDiedError
 from rlcore.process.endings import crash_report, how_it_ended
 from rlcore.process.guard import FAMILY
+from rlcore.process.memory_kills import MemoryKills
 from rlcore.process.python_command import python_command
+from rlcore.process.runtime_folder import RuntimeFolder
 from rlcore.process.status import state_of
 from rlcore.process.tensor_channel import TensorChannel
 
@@ -48,6 +53,11 @@ _log = logging.getLogger(__name__)
 _MAIN = "rlcore.engines.launchers.worker_main:main"
 _STACK_DUMP_S = 1.0
 _LAST_LINES_S = 1.0  # for what an ended process wrote to be printed
+
+_NO_DESCRIPTORS = (
+    "the process had as many descriptors open as it may; raise the hard limit (ulimit -Hn). If nothing of yours needs "
+    "so many, another user of this host may have connected to a listener of gloo's before its ranks were connected"
+)
 
 _processes: dict[tuple[str, str, str], WorkerProcess] = {}
 """The child of each (device, owner, other interpreter). The child that workers of a device share has no owner."""
@@ -88,6 +98,8 @@ class WorkerProcess:
         self._outgoing: queue.SimpleQueue[tuple[MessageHead, bytes, list[Any]] | None] = queue.SimpleQueue()
         self._label = device_name
         self._last_stack = ""
+        self._how = ""
+        """How the process has ended, in words."""
         self._ended_because = ""
         with contextlib.ExitStack() as undo:
             self._stacks = os.memfd_create("rlcore-stacks", os.MFD_CLOEXEC)
@@ -98,10 +110,13 @@ class WorkerProcess:
                 self._popen = self._spawn(theirs.fileno(), environment, python)
             undo.callback(self._popen.__exit__, None, None, None)
             undo.callback(self._popen.kill)
-            self._record = running.announce(self.pid, device_name, []).path
+            self._kills = MemoryKills(Path(f"/proc/{self.pid}/cgroup"))
+            self._runtime = RuntimeFolder.open()
+            undo.callback(self._runtime.close)
+            running.announce(self._runtime, self.pid, device_name, [])
             undo.pop_all()
         self._channel = TensorChannel(ours, MessageHead)
-        self._logs = forward_logs(self._popen, lambda: self._label)
+        self._logs = LogForwarder(self._popen, lambda: self._label)
         self._receiver = self._thread(self._receive)
         self._transmitter = self._thread(self._transmit)
         self._thread(self._watch)
@@ -149,7 +164,8 @@ class WorkerProcess:
     def _announce(self) -> None:
         with self._lock:  # what is written after the process was seen to end would stay
             if not self._is_gone:
-                running.announce(self.pid, self.device_name, sorted(set(self._engines.values())))
+                engines = sorted(set(self._engines.values()))
+                running.announce(self._runtime, self.pid, self.device_name, engines)
 
     def prepare(
         self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: PendingCall
@@ -161,7 +177,7 @@ class WorkerProcess:
     def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: PendingCall) -> Future[Any]:
         with self._lock:
             if self._is_gone:
-                pending.future.set_exception(self._death(pending))
+                pending.future.set_exception(self._death(pending, has_begun=False))
                 return pending.future
             call = next(self._numbers)
             if not self._pending:
@@ -237,23 +253,32 @@ class WorkerProcess:
         self._channel.shut_down()  # a descendant may hold the child's end of the socket
 
     def _clean_up(self) -> None:
-        self._popen.wait()
+        code = self._popen.wait()
+        self._how = how_it_ended(code, self._kills.explanation())
         self._outgoing.put(None)
         self._transmitter.join()
+        if self._popen.returncode == -signal.SIGABRT:
+            self._logs.join(_LAST_LINES_S)
         with self._lock:
             self._last_stack = crash_report(self._stack_file())
             self._is_gone = True
             os.close(self._stacks)
             left, self._pending = self._pending, {}
         self._channel.close()
-        self._record.unlink(missing_ok=True)
+        self._runtime.remove(record_name(self.pid))
+        self._runtime.close()
         for pending in left.values():
             pending.future.set_exception(self._death(pending))
 
-    def _death(self, pending: PendingCall) -> WorkerDiedError:
-        code = self._popen.wait()
-        how = f"was ended because {self._ended_because}" if self._ended_because else how_it_ended(code)
-        error = WorkerDiedError(rank=pending.context.rank, device=self.device_name, method=pending.method, how=how)
+    def _death(self, pending: PendingCall, *, has_begun: bool = True) -> WorkerDiedError:
+        how = f"was ended because {self._ended_because}" if self._ended_because else self._how
+        if self._logs.cause_of_abort:
+            how += f" ({self._logs.cause_of_abort})"
+        error = WorkerDiedError(
+            rank=pending.context.rank, device=self.device_name, method=pending.method, how=how, has_begun=has_begun
+        )
+        if os.strerror(errno.EMFILE) in self._logs.cause_of_abort:
+            error.add_note(_NO_DESCRIPTORS)
         if self._last_stack:
             error.traceback = self._last_stack
             error.add_note(self._last_stack)

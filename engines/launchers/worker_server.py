@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -21,6 +21,7 @@ from rlcore.engines.launchers.answers import dump_answer
 from rlcore.engines.launchers.failures import describe
 from rlcore.engines.launchers.messages import MessageHead
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.process.endings import CONNECTION_LOST
 from rlcore.process.tensor_channel import TensorChannel
 
 
@@ -58,9 +59,8 @@ class WorkerServer:
                 else:
                     self._messages.put(message)
         except BaseException:  # such as no descriptor left for a tensor: what follows cannot be read either
-            traceback.print_exc()
-            sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)  # the parent has ended, or has shut the channel down
+            _report()
+        os._exit(CONNECTION_LOST)  # the parent has ended, or has shut the channel down
 
     def _answer(self, head: MessageHead, body: bytes, tensors: list[Tensor]) -> None:
         try:
@@ -70,9 +70,17 @@ class WorkerServer:
             self._channel.send(MessageHead("result", head.call), answer, left_out)
         # SystemExit and KeyboardInterrupt too: a failed call is not the end of other engines' workers.
         except BaseException as error:
-            self._channel.send(MessageHead("error", head.call), msgspec.msgpack.encode(describe(error)))
+            self._send_error(head.call, error)
         finally:
             self._cancelled.discard(head.call)
+
+    def _send_error(self, call: int, error: BaseException) -> None:
+        device = next((context.device for context in self._contexts.values()), None)  # all have the same
+        try:
+            self._channel.send(MessageHead("error", call), msgspec.msgpack.encode(describe(error, device)))
+        except OSError:  # the parent has ended, or something in this process has closed the socket
+            _report()
+            os._exit(CONNECTION_LOST)
 
     def _execute(self, head: MessageHead, method: str, args: Any, kwargs: Any) -> Any:
         if head.kind == "start":
@@ -97,3 +105,10 @@ class WorkerServer:
     def _emit(self, event: Any) -> None:
         body, tensors = dump_answer(event, "emit()")
         self._channel.send(MessageHead("event", self._call), body, tensors)
+
+
+def _report() -> None:
+    """Print the present exception, where standard error has not been closed as well."""
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exc()
+        sys.stderr.flush()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
+from rlcore.collectives.gloo_listener import GlooListener
 from rlcore.device import Device
 
 _NAMES_EACH = 1_000_000
@@ -49,33 +50,33 @@ class World:
     def __init__(self) -> None:
         self._default: Any = None
         self._groups: list[Any] = []
+        self._others: set[Any] = set()
+        """The groups of other worlds in this process, while this one is in place."""
+        self._closed: list[Any] = []
+        """The groups of this world whose listeners are closed."""
         self._count = 0
         self._num_made = 0
 
     @contextlib.contextmanager
     def in_place(self, member: Member) -> Iterator[None]:
         """Make this world's default group that of the process inside the block; afterwards it is what it was."""
-        import torch.distributed.distributed_c10d as c10d
+        import torch.distributed as dist
 
-        outer = c10d.GroupMember.WORLD
+        from rlcore.engines._torch_private import num_named_groups, process_groups, set_default_group
+
+        outer = dist.group.WORLD
         if member.joins_torchrun and outer is not None:  # the user's own, over the same ranks
             yield
             return
-        others, outer_count = set(c10d._world.pg_map) - set(self._groups), c10d._world.group_count
-        self._put(self._default, self._count or member.number * _NAMES_EACH)
+        self._others, outer_count = set(process_groups()) - set(self._groups), num_named_groups()
+        set_default_group(self._default, self._count or member.number * _NAMES_EACH)
         try:
             yield
         finally:
-            self._default, self._count = c10d.GroupMember.WORLD, c10d._world.group_count
-            self._groups = [group for group in c10d._world.pg_map if group not in others]
-            self._put(outer, outer_count)
-
-    @staticmethod
-    def _put(default: Any, count: int) -> None:
-        import torch.distributed.distributed_c10d as c10d
-
-        c10d._update_default_pg(default)
-        c10d._world.group_count = count
+            self._default, self._count = dist.group.WORLD, num_named_groups()
+            self._groups = [group for group in process_groups() if group not in self._others]
+            self._others = set()
+            set_default_group(outer, outer_count)
 
     def default_group(self, member: Member, timeout_s: float) -> Any:
         """Return the group of all workers, who must all ask for the first time together."""
@@ -90,7 +91,30 @@ class World:
                 world_size=member.world_size,
                 timeout=timeout,
             )
+            self.close_listeners(member, timeout_s)
         return dist.group.WORLD
+
+    def close_listeners(self, member: Member, timeout_s: float) -> None:
+        """Have gloo's groups that are new in this world take no connection any more; all ranks call it together.
+
+        Those of torchrun stay open, as its ranks may be on several hosts.
+        """
+        import torch.distributed as dist
+
+        from rlcore._torch_private import PrefixStore
+        from rlcore.engines._torch_private import process_groups, store_of
+
+        if member.joins_torchrun:
+            return
+        new = [group for group in process_groups() if group not in self._others and group not in self._closed]
+        for group in new:
+            if dist.get_backend(group) == "gloo":
+                store = PrefixStore("cpu/", store_of(group))
+                listener = GlooListener(store, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+                listener.wait_until_connected(timeout_s)
+                dist.barrier(group)
+                listener.close()
+        self._closed = [*self._closed, *new]
 
     def _new_store(self, member: Member, dist: Any, timeout: timedelta) -> Any:
         if member.world_size == 1:
@@ -108,7 +132,9 @@ class World:
         """Destroy the groups, the newest first; another world's stay."""
         import torch.distributed as dist
 
-        groups, self._groups, self._default = self._groups, [], None
+        from rlcore.engines._torch_private import process_groups
+
+        groups, self._groups, self._closed, self._default = self._groups, [], [], None
         for group in reversed(groups):
-            if group in dist.distributed_c10d._world.pg_map:  # a library may have destroyed its own
+            if group in process_groups():  # a library may have destroyed its own
                 dist.destroy_process_group(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from rlcore._torch_private import storage_key
 from rlcore.engines.offload.chunks import Chunk, StorageRange
 from rlcore.engines.offload.host_arena import HostBlock, aligned
 
@@ -23,7 +24,7 @@ class DeviceToHost:
         self._unpacked = deque(ranges)
         self._uncopied: Counter[int] = Counter()  # storage -> bytes that must leave before it is freed
         for part in self._unpacked:
-            self._uncopied[part.storage._cdata] += part.nbytes
+            self._uncopied[storage_key(part.storage)] += part.nbytes
         self.remaining_bytes = sum(aligned(part.nbytes) for part in self._unpacked)
         """The host memory that the ranges not packed yet need."""
         self.largest_bytes = max((part.storage_bytes for part in self._unpacked), default=0)
@@ -55,9 +56,9 @@ class DeviceToHost:
         self.moved_bytes += chunk.nbytes
         self.is_pinned &= chunk.block is not None and chunk.block.is_pinned
         for part in chunk.ranges:
-            self._uncopied[part.storage._cdata] -= part.nbytes
-            if not self._uncopied[part.storage._cdata]:
-                del self._uncopied[part.storage._cdata]
+            self._uncopied[storage_key(part.storage)] -= part.nbytes
+            if not self._uncopied[storage_key(part.storage)]:
+                del self._uncopied[storage_key(part.storage)]
                 if self._frees:
                     part.storage.resize_(0)
                     self.freed_bytes += part.storage_bytes

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore import held_memory
 from rlcore.device import Device
 from rlcore.engines.offload.host_limits import HostLimit, cgroup_limits, lock_limit_bytes
 from rlcore.errors import DeviceError, InvalidInputError, StateError
@@ -83,6 +84,13 @@ class HostArena:
         self._num_trims = 0
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        held_memory.report(self, HostArena._held)
+
+    def _held(self) -> dict[str, int]:
+        of = f"host memory for offloads and saves of {self._device.name}"
+        free = sum(block.nbytes for block in list(self._free))  # no lock: the thread that asks may have it
+        total = sum(allocation.tensor.numel() for allocation in list(self._allocations))
+        return {f"{of}, in use": total - free, f"{of}, free": free}
 
     # ----------------------------------------------------------------------------------------------- size
 
@@ -270,3 +278,16 @@ def arena_of(device: Device) -> HostArena:
     """Return the arena of ``device`` in this process."""
     with _lock:
         return _arenas.setdefault(device.name, HostArena(device))
+
+
+def reserve_host_memory(device: Device, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
+    """Limit the host memory of a device's offloads, and allocate some in the background; None leaves that alone.
+
+    Raises:
+        DeviceError: there is not so much.
+    """
+    arena = arena_of(device)
+    if host_memory_bytes is not None:
+        arena.set_limit(host_memory_bytes)
+    if reserve_host_bytes is not None:
+        arena.reserve(reserve_host_bytes)

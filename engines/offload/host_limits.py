@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_NO_LIMIT_V1 = 1 << 62
-"""Version 1 writes "no limit" as the largest multiple of a page that a signed 64-bit number holds."""
+from rlcore.process.control_groups import OWN, ROOT, memory_groups, memory_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +30,12 @@ class HostLimit:
         return f"{self.name} is {self.limit_bytes} bytes, of which {self.used_bytes} are used"
 
 
-def cgroup_limits(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[HostLimit]:
+def cgroup_limits(root: Path = ROOT, membership: Path = OWN) -> list[HostLimit]:
     """Return the limits of this process's control groups, versions 1 and 2, and of their parents.
 
     Groups without a limit are absent.
     """
-    found = (_limit_of(folder) for folder in _groups(root, membership))
+    found = (_limit_of(folder) for folder in memory_groups(root, membership))
     return [limit for limit in found if limit is not None]
 
 
@@ -54,30 +50,17 @@ def lock_limit_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _groups(root: Path, membership: Path) -> Iterator[Path]:
-    if not membership.exists():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root
-        group = top / path.lstrip("/")
-        # In a container the path may be the host's, and only the top is mounted: then that is this process's own group.
-        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top) and folder.exists())
-
-
 def _limit_of(folder: Path) -> HostLimit | None:
-    for limit_file, used_file, cache_field in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    limit = memory_limit(folder)
+    if limit is None:
+        return None
+    for used_file, cache_field in (
+        ("memory.current", "inactive_file"),
+        ("memory.usage_in_bytes", "total_inactive_file"),
     ):
-        if (folder / limit_file).exists() and (folder / used_file).exists():
-            limit = (folder / limit_file).read_text().strip()
-            if limit == "max" or int(limit) >= _NO_LIMIT_V1:
-                return None
+        if (folder / used_file).exists():
             used = int((folder / used_file).read_text()) - _field(folder / "memory.stat", cache_field)
-            return HostLimit(f"the memory limit of the control group {folder}", int(limit), max(0, used))
+            return HostLimit(f"the memory limit of the control group {folder}", limit, max(0, used))
     return None
 
 

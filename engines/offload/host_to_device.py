@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
+from rlcore._torch_private import storage_key
 from rlcore.engines.offload.chunks import Chunk, StorageRange, host_bytes
 from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.host_arena import HostArena
@@ -109,9 +110,9 @@ class HostToDevice:
 
     def reversed(self) -> DeviceToHost:
         """Return the copy that takes back what has come; storages without any copied byte are freed at once."""
-        copied = {part.storage._cdata for part in self._copied}
+        copied = {storage_key(part.storage) for part in self._copied}
         for part in self._allocated:
-            if part.storage._cdata not in copied:
+            if storage_key(part.storage) not in copied:
                 part.storage.resize_(0)
         self.chunks += self._without_values
         return DeviceToHost(self.chunks, self._copied)
@@ -124,7 +125,7 @@ class HostToDevice:
 def _large_allocations(chunks: Iterable[Chunk]) -> list[int]:
     """Return the bytes that torch's allocator takes of a large segment, for each absent storage that lies in one."""
     absent = {
-        part.storage._cdata: -(-_size_in_segment(part) // _ROUNDED_TO) * _ROUNDED_TO
+        storage_key(part.storage): -(-_size_in_segment(part) // _ROUNDED_TO) * _ROUNDED_TO
         for chunk in chunks
         for part in chunk.ranges
         if _is_torchs(part) and not part.storage.nbytes()

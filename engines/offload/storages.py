@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rlcore._torch_private import storage_key
 from rlcore.device import Device
 from rlcore.errors import StateError, UnsupportedError
 
 
 def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return every storage once, in order; tied parameters and views share one."""
-    return list({storage._cdata: storage for storage in map(_storage_of, tensors)}.values())
+    return list({storage_key(storage): storage for storage in map(_storage_of, tensors)}.values())
 
 
 def freeable_storages(tensors: Iterable[Tensor], device: Device) -> list[torch.UntypedStorage]:
@@ -35,7 +36,7 @@ def freeable_storages(tensors: Iterable[Tensor], device: Device) -> list[torch.U
     found = {}
     for tensor in tensors:
         storage = _storage_of(tensor)
-        if storage._cdata in found or not storage.nbytes() or storage.device != device.torch_device:
+        if storage_key(storage) in found or not storage.nbytes() or storage.device != device.torch_device:
             continue
         if storage.data_ptr() in exported:
             raise StateError(
@@ -43,7 +44,7 @@ def freeable_storages(tensors: Iterable[Tensor], device: Device) -> list[torch.U
                 "read it while it is freed; call device.memory.revoke(handle) first"
             )
         _check_can_be_freed(storage, tensor, device)
-        found[storage._cdata] = storage
+        found[storage_key(storage)] = storage
     return list(found.values())
 
 

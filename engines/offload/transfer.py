@@ -26,7 +26,7 @@ from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.host_arena import BLOCK_BYTES, HostArena
 from rlcore.engines.offload.host_to_device import HostToDevice
 from rlcore.engines.offload.undo import undone_by
-from rlcore.errors import DeviceError
+from rlcore.errors import DeviceError, first_line
 from rlcore.types import OffloadReport
 
 _QUEUED = 3
@@ -204,7 +204,7 @@ class Transfer:
                 return False
             raise DeviceError(
                 f"{self._device.name} has no memory for {copy.next_bytes} bytes that come back: "
-                f"{str(error).partition(chr(10))[0]}; offload something else first"
+                f"{first_line(error)}; offload something else first"
             ) from error
         if chunk.block is None:  # there is nothing to copy or to wait for
             self._complete(copy, chunk)

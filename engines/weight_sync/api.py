@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -22,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlcore.arguments import LIST, Kind, kind_of, takes
-from rlcore.collectives.all_gather_bytes import all_gather_bytes
-from rlcore.engines.weight_sync.channels.control import Control, RemoteCall, RemoteResult, remote_peers, send
+from rlcore.collectives.default_group import all_gather_bytes
+from rlcore.engines.weight_sync.channels.control import CallTypes, Control, RemoteCall, RemoteResult, remote_peers, send
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, SpmdPeers, SyncPeers
 from rlcore.engines.weight_sync.messages import decoded
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors, NamedTensors
@@ -37,30 +36,31 @@ from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
 
-_METHODS = frozenset(
-    (
-        "describe",
-        "begin",
-        "prepare",
-        "self_test",
-        "plan_load",
-        "open_offers",
-        "pull",
-        "pieces",
-        "open_staging_buffers",
-        "open_events",
-        "unpack",
-        "join",
-        "leave",
-        "receive",
-        "load",
-        "remember",
-        "compare",
-        "ready",
-        "commit",
-        "abandon",
+_METHODS = {
+    method.__name__: CallTypes.of(method)
+    for method in (
+        Receiver.describe,
+        Receiver.begin,
+        Receiver.prepare,
+        Receiver.self_test,
+        Receiver.plan_load,
+        Receiver.open_offers,
+        Receiver.pull,
+        Receiver.pieces,
+        Receiver.open_staging_buffers,
+        Receiver.open_events,
+        Receiver.unpack,
+        Receiver.join,
+        Receiver.leave,
+        Receiver.receive,
+        Receiver.load,
+        Receiver.remember,
+        Receiver.compare,
+        Receiver.ready,
+        Receiver.commit,
+        Receiver.abandon,
     )
-)
+}
 """The methods of a receiver that a sender may call."""
 
 
@@ -106,7 +106,7 @@ class WeightSender:
         self._source = NamedSourceTensors(get, 1 if sharded is None else dist.get_world_size())
         self._sender = Sender(self._source, self._device)
         own: SyncPeers = LocalPeers("the sender", [self._sender])
-        remote = remote_peers(control)
+        remote = remote_peers(control, _METHODS)
         if sharded is None and not len(remote):
             raise InvalidInputError("WeightSender needs a control channel, got an empty list")
         if sharded is not None:
@@ -163,6 +163,7 @@ class WeightSender:
     def close(self) -> None:
         """Give back everything that receivers may have open."""
         self._sender.close()
+        self._session.close()
 
 
 class WeightReceiver:
@@ -206,12 +207,14 @@ class WeightReceiver:
             if request.method == "abandon":
                 raise self._failed(f"the sender gave the round up: {self._receiver.why_abandoned}")
             if request.method == "commit" and not answer.error:
-                self.version = msgspec.msgpack.decode(request.arguments, type=tuple[int, int])[1]
+                self.version = self._receiver.version
                 return self.version
 
     def _request(self, timeout_s: float) -> RemoteCall:
         try:
             return decoded(self._control.recv(timeout_s), RemoteCall, "request")
+        except SyncError as error:
+            raise self._failed(str(error)) from error
         except TimeoutError as error:
             raise self._failed(f"nothing came from the sender within {timeout_s:g} s") from error
         except OSError as error:
@@ -221,8 +224,11 @@ class WeightReceiver:
         try:
             if request.method not in _METHODS:
                 raise SyncError(f"a receiver has no {request.method!r}")
-            arguments = msgspec.msgpack.decode(request.arguments, type=list[Any])
-            return RemoteResult(request.number, "", getattr(self._receiver, request.method)(*arguments))
+            arguments = decoded(
+                request.arguments, _METHODS[request.method].arguments, f"arguments of {request.method}()"
+            )
+            result = getattr(self._receiver, request.method)(*arguments)
+            return RemoteResult(request.number, "", msgspec.Raw(msgspec.msgpack.encode(result)))
         except Exception as error:  # whatever a loader raises: the sender waits for an answer
             return RemoteResult(request.number, f"{type(error).__name__}: {error}")
 

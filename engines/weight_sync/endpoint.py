@@ -25,7 +25,7 @@ class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_host: bool
     """The device is the machine itself."""
     unshared: str
-    """Why other processes cannot open the device's memory; "" if they can."""
+    """The reason why other processes cannot open the device's memory; "" if they can."""
 
 
 def endpoint_info(device: Device) -> EndpointInfo:

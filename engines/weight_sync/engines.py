@@ -12,7 +12,7 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.weight_sync.channels.peers import JoinedPeers, SpmdPeers, SyncPeers, WorkerPeers
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.session import SyncSession
-from rlcore.errors import InvalidInputError, SyncError
+from rlcore.errors import InvalidInputError, SyncError, first_line
 from rlcore.types import SyncReport
 
 
@@ -85,6 +85,7 @@ class WeightSync:
         known = self._known.get(key)
         options = make_options(known is not None and known.weights == _weights(num_changes, targets))
         if known is None or known.groups != groups:
+            self._forget(key)
             known = _KnownSession(groups, _session(groups, options.timeout_s), ())
         self._forget_closed()
         self._known[key] = known
@@ -97,7 +98,18 @@ class WeightSync:
 
     def _forget_closed(self) -> None:
         for key in [key for key in self._known if not all(target.is_built for target in key)]:
-            del self._known[key]
+            self._forget(key)
+
+    def _forget(self, key: tuple[ReceivingEngine, ...]) -> None:
+        """Drop a session. The folder of its process group stays until the workers in the group have ended."""
+        if known := self._known.pop(key, None):
+            for group in known.groups:
+                group.keep_until_end(known.session.stores)
+
+    def close(self) -> None:
+        """Drop all sessions, after the trainer's workers have ended."""
+        for key in list(self._known):
+            self._forget(key)
 
 
 def _weights(num_changes: int, targets: Sequence[ReceivingEngine]) -> tuple[object, ...]:
@@ -126,10 +138,9 @@ def poisoned(engines: Sequence[ReceivingEngine], version: int) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        reason = str(error).partition("\n")[0].removesuffix("; the worker was at:")
         raise SyncError(
-            f"the weight sync to version {version} stopped midway: {reason}. The inference engine holds a mixture and "
-            "refuses to generate; sync again, or reload with load()"
+            f"the weight sync to version {version} stopped midway: {first_line(error)}. The inference engine holds "
+            "a mixture and refuses to generate; sync again, or reload with load()"
         ) from error
     for engine in engines:
         engine.commit(version)

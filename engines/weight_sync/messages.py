@@ -8,22 +8,20 @@ from typing import ClassVar, Self, TypeVar
 
 import msgspec
 
+from rlcore.decoding import decode
 from rlcore.errors import SyncError
 from rlcore.types import IpcHandle
 
 T = TypeVar("T")
 
 
-def decoded(data: bytes, kind: type[T], what: str) -> T:
+def decoded(data: bytes | memoryview, kind: type[T], what: str) -> T:
     """Return the ``kind`` that the other side has sent; ``what`` names it in the error.
 
     Raises:
         SyncError: the bytes are something else.
     """
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, TypeError) as error:
-        raise SyncError(f"these {len(data)} bytes are no {what}: {error}") from error
+    return decode(data, kind, what, error=SyncError)
 
 
 class Message(msgspec.Struct, frozen=True, dict=True):

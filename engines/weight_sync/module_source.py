@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from rlcore._torch_private import number_of_writes, own_modules, own_parameters
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
@@ -51,7 +52,7 @@ class ModuleSourceTensors:
                 release()
 
     def changes(self) -> list[int]:
-        return [part._version for part in self._parts]
+        return [number_of_writes(part) for part in self._parts]
 
     @property
     def _described(self) -> RankParameters:
@@ -74,7 +75,7 @@ def _resharded(root: nn.Module) -> list[nn.Parameter]:
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [found for module in modules for found in module._parameters.values() if found is not None]
+    return [found for module in modules for found in own_parameters(module).values() if found is not None]
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -83,7 +84,7 @@ def _modules(root: nn.Module) -> Iterator[nn.Module]:
     while stack:
         module = stack.pop()
         yield module
-        for child in module._modules.values():
+        for child in own_modules(module).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 stack.append(child)

@@ -14,12 +14,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rlcore._torch_private import copy_all
 from rlcore.engines.weight_sync.endpoint import EndpointInfo, endpoint_info
 from rlcore.engines.weight_sync.messages import Packing, PlanSummary, decoded
 from rlcore.engines.weight_sync.planning.execution import PlanExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.planner import Planner
 from rlcore.engines.weight_sync.planning.self_test import checksums
+from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.target import Target
 from rlcore.engines.weight_sync.transports.buckets import Bucket
 from rlcore.engines.weight_sync.transports.events import SlotEvents
@@ -49,16 +51,22 @@ class Receiver:
         """The target's tensors, until something may put others in their place."""
         self._staged: dict[str, Tensor] = {}
         """The new weights of a staged round, until its commit."""
-        self._is_staged = False
-        self._round_id = 0
+        self._round = RoundState()
+        self._loaded: set[str] = set()
+        """Names of the weights that the engine's own loader has loaded in this round."""
         self._is_reloading = False
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
         self._buffer: Tensor | None = None
         self._group: SyncGroup | None = None
-        self.is_whole = True
-        """The target's weights are of one version: it may be used."""
         self.why_abandoned = ""
+        self.version = 0
+        """Number of the weights of the last commit; 0 before it."""
+
+    @property
+    def is_whole(self) -> bool:
+        """The target's weights are of one version: it may be used."""
+        return self._round.is_whole
 
     # ---------------------------------------------------------------------------------------------- agree
 
@@ -66,7 +74,9 @@ class Receiver:
         """Return the ``EndpointInfo``, encoded."""
         return msgspec.msgpack.encode(self._info)
 
-    def begin(self, round_id: int, trainer: str, manifest: str, is_same: bool, is_staged: bool) -> list[Any]:
+    def begin(
+        self, round_id: int, trainer: str, manifest: str, is_same: bool, is_staged: bool
+    ) -> tuple[bytes, bool, bool]:
         """Begin a new round; what is left of an earlier one, or is open of another trainer, is dropped.
 
         Args:
@@ -80,8 +90,8 @@ class Receiver:
         is_prepared = trainer == self._trainer and self._planning().manifest.digest == manifest
         if not is_prepared:
             self._let_go_of_trainer()
-        self._round_id, self._is_staged = round_id, is_staged
-        return [self.describe(), is_prepared, is_same]
+        self._round.begin(round_id, trainer, is_staged=is_staged, is_prepared=is_prepared)
+        return self.describe(), is_prepared, is_same
 
     def prepare(self, trainer: str, manifest: bytes, senders: list[bytes], number: int) -> bytes:
         """Plan for this trainer, as receiver ``number`` of all; returns the ``PlanSummary``. Writes nothing.
@@ -89,6 +99,7 @@ class Receiver:
         Raises:
             SyncError: the trainer's model is not this engine's.
         """
+        self._round.prepare()
         described = WeightManifest.from_bytes(manifest)
         ranks = [decoded(one, EndpointInfo, "endpoint info") for one in senders]
         if self._planner is None or not self._planner.serves(described, ranks, number):
@@ -98,7 +109,7 @@ class Receiver:
 
     def self_test(self) -> bytes:
         """Run the plan on known values, in the live weights; what it gets wrong is left to the engine's own loader."""
-        self.is_whole = False
+        self._round.moves("self_test()", writes_weights=True)
         self._planning().run_self_test()
         self._live = {}
         return self._summary()
@@ -112,7 +123,7 @@ class Receiver:
             read_bytes=planner.plan.needed_bytes,
             is_scratch=False,
         )
-        self._plans, self._loads = {plan.digest: plan}, {}
+        self._plans, self._loads, self._loaded = {plan.digest: plan}, {}, set()
         return msgspec.msgpack.encode(
             PlanSummary(
                 digest=plan.digest,
@@ -124,6 +135,7 @@ class Receiver:
 
     def plan_load(self, weights: list[int]) -> str:
         """Plan to have whole weights in scratch memory, by their numbers in the manifest; returns the plan's digest."""
+        self._round.moves("plan_load()")
         planner = self._planning()
         found = [planner.manifest.weights[number] for number in weights]
         if tuple(weights) not in self._loads:
@@ -152,7 +164,7 @@ class Receiver:
     def _destinations(self) -> dict[str, Tensor]:
         if not self._live:
             self._live = self._target.tensors()
-        if not self._is_staged:
+        if not self._round.is_staged:
             return self._live
         if not self._staged:
             self._staged = self._stage({name: self._live[name] for name in self._planning().destination_names})
@@ -186,15 +198,16 @@ class Receiver:
         Returns:
             The plan's bytes, and, if nothing else comes in this round, what ``ready`` returns.
         """
-        plan = self._writing(round_id, digest)
         with self._imported.using():
-            plan.whole().run(self._imported.sources(), plan.destinations())
+            sources = self._imported.sources()
+            plan = self._writing(round_id, digest)
+            plan.whole().run(sources, plan.destinations())
             self._device.synchronize()
         plan.is_pulled = True
         return [plan.read_bytes, self.ready(round_id)] if is_last else [plan.read_bytes]
 
     def _plan(self, round_id: int, digest: str) -> PlanExecution:
-        self._check_round(round_id)
+        self._round.check_id(round_id)
         if digest not in self._plans:
             raise SyncError(f"plan {digest} is not this receiver's, which has {', '.join(self._plans) or 'none'}")
         return self._plans[digest]
@@ -202,12 +215,8 @@ class Receiver:
     def _writing(self, round_id: int, digest: str) -> PlanExecution:
         """Return a plan whose destinations are about to be written."""
         plan = self._plan(round_id, digest)
-        self.is_whole = self.is_whole and (self._is_staged or plan.is_scratch)
+        self._round.moves("data", writes_weights=not (self._round.is_staged or plan.is_scratch))
         return plan
-
-    def _check_round(self, round_id: int) -> None:
-        if round_id != self._round_id:
-            raise SyncError(f"a message of weight sync {round_id} came within {self._round_id or 'none'}")
 
     # ------------------------------------------------------------------------------------- packed, collective
 
@@ -228,9 +237,9 @@ class Receiver:
         moved = 0
         with self._imported.using():
             for order in orders:
+                nbytes = self._bucket(order).nbytes
                 if order.waits_by_event:
                     self._events.wait(order.slot, order.sender)
-                nbytes = self._bucket(order).nbytes
                 moved += self._take(order, self._imported.received(order.sender, order.slot, nbytes))
             for slot in {order.slot for order in orders if order.waits_by_event}:
                 self._events.record(slot)
@@ -265,10 +274,9 @@ class Receiver:
             raise StateError("receive() needs a group; call join() first")
         moved = 0
         for order in decoded(packings, list[Packing], "list of Packing"):
-            if self._buffer is None or self._buffer.numel() != order.slot_bytes:
-                check_slot_bytes(order.slot_bytes)
-                self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
             bucket = self._bucket(order)
+            if self._buffer is None or self._buffer.numel() != order.slot_bytes:
+                self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
             self._group.receive(self._buffer[: bucket.nbytes], order.sender)
             moved += self._take(order, self._buffer)
         self._device.synchronize()
@@ -284,31 +292,39 @@ class Receiver:
         return bucket.payload_bytes
 
     def _bucket(self, order: Packing) -> Bucket:
-        return self._plan(order.round_id, order.digest).buckets(order.slot_bytes)[order.sender][order.bucket]
+        check_slot_bytes(order.slot_bytes)
+        return self._plan(order.round_id, order.digest).bucket(order.slot_bytes, order.sender, order.bucket)
 
     # --------------------------------------------------------------------------------------- load and verify
 
     def load(self, round_id: int, weights: list[int]) -> None:
         """Give the weights that a plan of ``plan_load`` brought to the engine's own loader."""
-        self._check_round(round_id)
-        self.is_whole = False
+        self._round.check_id(round_id)
+        plan = self._loads.get(tuple(weights))
+        if plan is None or plan.digest not in self._plans or plan.missing():
+            raise SyncError(f"load() of {len(weights)} weights came before they were planned and had all come")
+        self._round.moves("load()", writes_weights=True)
         if not self._is_reloading:
             self._reloading.enter_context(self._target.reloading())
             self._is_reloading = True
         names = [self._planning().manifest.weights[number].name for number in weights]
         self._target.reload((name, self._scratch[name]) for name in names)
         self._device.synchronize()
-        self._loads[tuple(weights)].let_go()  # else every group's copy would stay, until all are a second model
+        self._loaded.update(names)
+        plan.let_go()  # else every group's copy would stay, until all are a second model
+        del self._plans[plan.digest]  # it has nowhere to write any more, and is counted by what was loaded
         self._scratch, self._live = {}, {}
 
     def remember(self, round_id: int) -> None:
         """Keep the sum of each tensor, to compare it with a later one."""
-        self._finish_writing(round_id)
+        self._round.check_id(round_id)
+        self._finish_writing("remember()")
         self._remembered = self._sums()
 
     def compare(self, round_id: int) -> list[str]:
         """Return the names of tensors whose sum is not the one that ``remember`` kept."""
-        self._finish_writing(round_id)
+        self._round.check_id(round_id)
+        self._finish_writing("compare()")
         now, self._remembered, before = self._sums(), {}, self._remembered
         return sorted(name for name, total in now.items() if before[name] != total)
 
@@ -316,8 +332,8 @@ class Receiver:
         tensors = self._target.tensors()
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
 
-    def _finish_writing(self, round_id: int) -> None:
-        self._check_round(round_id)
+    def _finish_writing(self, what: str) -> None:
+        self._round.moves(what, writes_weights=not self._round.is_staged)
         self._planning().plan.fill(self._destinations())
         self._end_reload()
         self._device.synchronize()
@@ -329,20 +345,43 @@ class Receiver:
     # ------------------------------------------------------------------------------------------ vote, commit
 
     def ready(self, round_id: int) -> int:
-        """Return how many buckets have not come: 0 is this receiver's vote for the new weights."""
-        self._finish_writing(round_id)
-        return sum(plan.missing() for plan in self._plans.values())
+        """Return how many buckets and loads have not come: 0 is this receiver's vote for the new weights.
 
-    def commit(self, round_id: int, version: int) -> None:
-        """Serve the new weights from now on."""
-        self._check_round(round_id)
+        Raises:
+            SyncError: it comes before the plan was tested, or outside a round.
+        """
+        self._round.check_id(round_id)
+        self._round.check("ready()", RoundStep.PREPARED, RoundStep.COMPLETE)
+        if self._round.step is RoundStep.COMPLETE:
+            return 0
+        if not self._planning().is_tested:
+            raise SyncError("ready() came out of order: this receiver's plan has not been tested")
+        num_missing = sum(plan.missing() for plan in self._plans.values())
+        num_missing += len(set(self._planning().fallback) - self._loaded)
+        if not num_missing:
+            self._finish_writing("ready()")
+            self._round.complete()
+        return num_missing
+
+    def commit(self, round_id: int, version: int, has_moved: bool) -> None:
+        """Serve the new weights from now on.
+
+        Args:
+            has_moved: False: they are the ones that are here, and nothing was moved.
+
+        Raises:
+            SyncError: they are not here.
+        """
+        self._round.check_id(round_id)
+        self._round.check_commit(has_moved=has_moved)
         if self._staged:
-            self.is_whole = False
+            self._round.spoil()
             live = self._target.tensors()
-            torch._foreach_copy_([live[name] for name in self._staged], list(self._staged.values()))
+            copy_all([live[name] for name in self._staged], list(self._staged.values()))
             self._device.synchronize()
         self._target.committed(version)
-        self.is_whole = True
+        self.version = version
+        self._round.commit()
         self._drop_round()
 
     def abandon(self, rendezvous: str = "", why: str = "") -> None:
@@ -359,14 +398,15 @@ class Receiver:
 
     def reloaded(self) -> None:
         """Take the target for whole: it was loaded from elsewhere, such as from disk."""
+        self._round.reloaded()
         self._drop_round()
-        self.is_whole = True
 
     def _drop_round(self) -> None:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
             self._end_reload()
-        self._round_id, self._is_staged = 0, False
-        self._scratch, self._staged, self._live, self._remembered = {}, {}, {}, {}
+        self._round.end()
+        self._scratch, self._staged, self._live, self._remembered, self._loaded = {}, {}, {}, {}, set()
+        self._plans = {digest: plan for digest, plan in self._plans.items() if not plan.is_scratch}
         for plan in self._plans.values():
             plan.forget_round()
         for plan in self._loads.values():

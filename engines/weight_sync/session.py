@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import LateError, SyncPeers, TimedPeers
 from rlcore.engines.weight_sync.endpoint import EndpointInfo
 from rlcore.engines.weight_sync.messages import PlanSummary, decoded
@@ -25,7 +25,7 @@ from rlcore.engines.weight_sync.transports.base import Transport
 from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
 from rlcore.engines.weight_sync.transports.staged import PackedOnHostTransport, PackedTransport
-from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError
+from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
 
 _STAGING_BYTES, _HOST_STAGING_BYTES = 256 << 20, 8 << 20
@@ -97,11 +97,11 @@ class SyncSession:
         self.kind: type[Transport] = LocalTransport
         """The kind of transport that was chosen last."""
         self.unshared = ""
-        """Why it had to be ``PackedOnHostTransport``, when that was chosen."""
+        """The reason why it had to be ``PackedOnHostTransport``, when that was chosen."""
         self.scattered = ""
-        """Why it is not ``DirectTransport``: the senders' memory has moved, and is too much to open again; or ""."""
+        """The reason why it is not ``DirectTransport``: memory has moved, and is too much to open again; or ""."""
         self.last: list[Any] = []
-        """What the senders said of in-place changes (``Sender.begin``) when the receivers got their present weights."""
+        """The changes that senders reported (``Sender.begin``) when the receivers got their present weights."""
 
     def run(self, options: RoundOptions, poisoned: Callable[[], AbstractContextManager[None]]) -> SyncReport:
         """Run one round.
@@ -125,15 +125,25 @@ class SyncSession:
             self._abandon(str(error) or type(error).__name__)
             raise error
 
+    @property
+    def stores(self) -> list[StoreFolder]:
+        """The folder of the process group, if there is one."""
+        return [one.store for one in self.transports.values() if one.store is not None]
+
+    def close(self) -> None:
+        """Forget the transports, after one side has closed what it had opened for them."""
+        self.transports = {}
+
     def _abandon(self, why: str) -> None:
         """Have both sides release what they hold for a round, if they live; the next one opens its transport anew."""
-        rendezvous = "".join(transport.rendezvous for transport in self.transports.values())
+        stores = self.stores
+        rendezvous = "".join(store.path for store in stores)
         self.transports, self.last = {}, []
         for side, arguments in ((self.receivers, (rendezvous, why)), (self.senders, (rendezvous,))):
             with contextlib.suppress(RlcoreError):
                 side.call("abandon", [arguments] * len(side), _GRACE_S)
-        if rendezvous:
-            shutil.rmtree(rendezvous, ignore_errors=True)
+        for store in stores:
+            store.remove()
 
 
 class _Round:
@@ -155,11 +165,12 @@ class _Round:
         is_same = self._begin()
         self.is_agreed = True
         with ExitStack() as stack:
-            if not is_same or self._options.is_verified:
+            has_moved = not is_same or self._options.is_verified
+            if has_moved:
                 self._renew(lambda: stack.enter_context(poisoned()))
             else:
                 stack.enter_context(poisoned())
-            self._all_receivers("commit", self._id, self._options.version)
+            self._all_receivers("commit", self._id, self._options.version, has_moved)
         self._session.last = self._changes
         return SyncReport(
             version=self._options.version,
@@ -169,13 +180,13 @@ class _Round:
             needed_bytes=self._needed_bytes if self._moved else 0,
             fallback_bytes=self._loaded,
             handles_opened=self._num_opened,
-            slabs_wait_by=self._staging_waits_by(),
+            staging_waits_by=self._staging_waits_by(),
             calls_s=dict(self._session.calls_s),
             seconds=self._clock.seconds,
         )
 
     def _staging_waits_by(self) -> str:
-        """Return ``SyncReport.slabs_wait_by``."""
+        """Return ``SyncReport.staging_waits_by``."""
         if not self._moved or not issubclass(self._session.kind, PackedTransport):
             return ""
         return "event" if self._session.transports[self._session.kind].waits_by_event else "host"
@@ -216,6 +227,8 @@ class _Round:
         return is_told_same and all(self._changes) and self._changes == self._session.last
 
     def _agree(self, key: tuple[Any, ...]) -> None:
+        for transport in self._session.transports.values():
+            transport.close(self._clock.left)
         self._session.transports, self._session.scattered = {}, ""
         senders, receivers, _ = key
         manifest: bytes = self._all_senders("manifest")[0]
@@ -255,7 +268,7 @@ class _Round:
         if not self._agreed.is_tested:
             raise UnsupportedError(
                 "staged=True in the first round to an engine",
-                "its plan is proven by loading into the weights that are served; do one round without staged",
+                "its plan is tested by loading into the weights that are served; do one round without staged",
             )
 
     # ---------------------------------------------------------------------------------------------- route
@@ -291,7 +304,7 @@ class _Round:
         try:
             self._open(kind, self._agreed.digests)
         except (UnsupportedError, DeviceError) as error:
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             if self._session.transports.pop(kind).is_scattered:
                 self._session.scattered = reason
         return reason

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlcore.kernels.autograd.compiled import CompiledOperator, graph_break, split_temperature
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
-from rlcore.kernels.chunks import row_chunks, rows_per_chunk
+from rlcore.kernels.chunks import row_chunks
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
@@ -142,7 +142,7 @@ def _forward(
     """Save four numbers a row; the backward computes the logits again."""
     head = LinearHead(weight_VH, bias_V, problem.softcap)
     logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, problem)):
+    for chunk in row_chunks(len(hidden_TH), problem.chunk_rows(hidden_TH, weight_VH)):
         rows = problem.rows.at(chunk)
         found = statistics_(
             head.logits(rows.zero_ignored_rows(hidden_TH[chunk])), rows, with_entropy=problem.with_entropy
@@ -170,7 +170,7 @@ def recomputing_backward(
     gradients = HeadGradients(head, Needs(*needs), len(hidden_TH), problem.shard)
     grad_output = GradOutput(*(problem.rows.zero_ignored(g_T) for g_T in grad_output))
     saved = (output.logprob, output.entropy, *output.residuals)
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, problem)):
+    for chunk in row_chunks(len(hidden_TH), problem.chunk_rows(hidden_TH, weight_VH)):
         rows = problem.rows.at(chunk)
         masked_TH = rows.zero_ignored_rows(hidden_TH[chunk])
         logits_TV = head.logits(masked_TH)
@@ -180,12 +180,6 @@ def recomputing_backward(
         g_T, g_bar_T = (None if g is None else g[chunk] for g in grad_output)
         gradients.add(chunk, gradient_(exp_TV, rows, statistics, g_T, g_bar_T), derivative_TV, masked_TH)
     return rounded(gradients.totals(), (hidden_TH, weight_VH, bias_V))
-
-
-def chunk_rows(hidden_TH: Tensor, weight_VH: Tensor, problem: LinearHeadProblem) -> int:
-    """Return the rows of a chunk."""
-    count = rows_per_chunk if problem.shard is None else problem.shard.rows_per_chunk
-    return count(len(hidden_TH), len(weight_VH), wide_dtype(weight_VH.dtype).itemsize, problem.memory_budget_bytes)
 
 
 linear_logprob_chunked = ForwardBackward(_forward, recomputing_backward, num_residuals=2)

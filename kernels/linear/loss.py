@@ -26,7 +26,7 @@ from rlcore.kernels.autograd.compiled import graph_break
 from rlcore.kernels.autograd.forward_backward import ForwardBackward
 from rlcore.kernels.dispatch import choose
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs
-from rlcore.kernels.linear.logprob import chunk_rows, linear_logprob_chunked, linear_logprob_reference
+from rlcore.kernels.linear.logprob import linear_logprob_chunked, linear_logprob_reference
 from rlcore.kernels.linear.loss_in_chunks import (
     LossProblem,
     SummingWork,
@@ -39,8 +39,9 @@ from rlcore.kernels.linear.vocab_shard import partial_statistics_
 from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, checked_edges, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
-from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, is_debugging, unlowered
+from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, unlowered
 from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, gradient_, statistics_, wide_dtype
+from rlcore.settings import is_debugging
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -205,7 +206,7 @@ def linear_loss_chunked(
 ) -> LossOutput:
     """Compute the loss in chunks of rows or whole sequences, on any device. ``logprob`` scores longer sequences."""
     inputs = HeadInputs(hidden_TH, weight_VH, bias_V)
-    rows = chunk_rows(hidden_TH, weight_VH, problem)
+    rows = problem.chunk_rows(hidden_TH, weight_VH)
     if loss.exceeds(rows):
         return loss_in_two_passes(logprob, inputs, problem, loss)
     return loss_in_chunks(_HeadWork(inputs, problem), inputs, loss, rows)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.chunks import rows_per_chunk
 from rlcore.kernels.dispatch import Query
 from rlcore.kernels.linear.vocab_shard import VocabularyShard
 from rlcore.kernels.operands import (
@@ -54,6 +55,11 @@ class LinearHeadProblem:
     def whole(self, inputs: HeadInputs) -> HeadInputs:
         """Return the inputs with the rows of all ranks, where each rank has a part of them."""
         return inputs if self.shard is None else inputs._replace(hidden=self.shard.all_rows(inputs.hidden))
+
+    def chunk_rows(self, hidden_TH: Tensor, weight_VH: Tensor) -> int:
+        """Return the rows of a chunk."""
+        count = rows_per_chunk if self.shard is None else self.shard.rows_per_chunk
+        return count(len(hidden_TH), len(weight_VH), wide_dtype(weight_VH.dtype).itemsize, self.memory_budget_bytes)
 
     def query(self, inputs: HeadInputs, *options: str) -> Query:
         """Return what the dispatcher decides on; ``options`` are features in use besides the problem's own."""

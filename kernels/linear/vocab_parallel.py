@@ -15,7 +15,7 @@ from torch import Tensor
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, LogprobOutput
 from rlcore.kernels.chunks import row_chunks
 from rlcore.kernels.linear.head import LinearHead
-from rlcore.kernels.linear.logprob import chunk_rows, recomputing_backward
+from rlcore.kernels.linear.logprob import recomputing_backward
 from rlcore.kernels.linear.loss import linear_loss_chunked
 from rlcore.kernels.linear.problem import LinearHeadProblem
 from rlcore.kernels.linear.vocab_shard import partial_statistics_
@@ -28,7 +28,7 @@ def _forward(
     assert problem.shard is not None
     head = LinearHead(weight_VH, bias_V, problem.softcap)
     parts_TS = hidden_TH.new_empty((len(hidden_TH), 3 + problem.with_entropy), dtype=head.wide)
-    for chunk in row_chunks(len(hidden_TH), chunk_rows(hidden_TH, weight_VH, problem)):
+    for chunk in row_chunks(len(hidden_TH), problem.chunk_rows(hidden_TH, weight_VH)):
         rows = problem.rows.at(chunk)
         logits_TV = head.logits(rows.zero_ignored_rows(hidden_TH[chunk]))
         parts_TS[chunk] = partial_statistics_(logits_TV, rows, with_entropy=problem.with_entropy)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from rlcore.arguments import NUMBER, takes
@@ -43,7 +42,7 @@ def cpgd(*, clip_low: float = 0.2, clip_high: float = 0.28, drift_coef: float = 
     def cpgd_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         advantage, old = needed(per_token, "advantages", "cpgd"), needed(per_token, "old_logprobs", "cpgd")
         log_ratio = logprob - old
-        clipped = torch.where(advantage > 0, log_ratio.clamp(max=highest), log_ratio.clamp(min=lowest))
+        clipped = log_ratio.clamp(max=highest).where(advantage > 0, log_ratio.clamp(min=lowest))
         drift = bounded(log_ratio.detach()).expm1().clamp(max=_MOST_DRIFT)
         value = -advantage * (old + clipped) + drift_coef * drift * logprob
         stopped = stopped_statistics(log_ratio < lowest, log_ratio > highest, advantage)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from rlcore.arguments import NUMBER, TEXT, takes
@@ -81,7 +80,7 @@ def dppo(
             "divergence_mean": divergence,
             "divergence_max": divergence,
         }
-        value = torch.where(is_stopped_high | is_stopped_low, 0.0, -weight * logprob)
+        value = (-weight * logprob).where(~(is_stopped_high | is_stopped_low), 0.0)
         return value, ratio_statistics(log_ratio) | stats
 
     return dppo_term

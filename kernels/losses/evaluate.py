@@ -8,6 +8,7 @@ has no effect.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, LossOutput, TermOutput, sequence_level
-from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor, is_debugging
+from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor
+from rlcore.settings import is_debugging
 
 
 class TokenInputs(NamedTuple):
@@ -113,10 +115,15 @@ def _leaves(value: Tensor) -> Iterator[Tensor]:
     waiting, seen = [get_gradient_edge(value).node], set()
     while waiting:
         node = waiting.pop()
-        if isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
-            yield node.variable
+        if isinstance(node, _node_of_leaves()):
+            yield node.variable  # type: ignore[attr-defined]
         seen.add(node)
         waiting += [before for before, _ in node.next_functions if before is not None and before not in seen]
+
+
+@functools.cache
+def _node_of_leaves() -> type:
+    return type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 def weighted_sum(value_T: Tensor, tokens: TokenInputs) -> Tensor:

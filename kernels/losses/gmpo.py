@@ -9,7 +9,6 @@ drive them further (in the logarithm, unlike PPO), on each of its tokens:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rlcore.arguments import NUMBER, takes
@@ -37,11 +36,8 @@ def gmpo(*, clip_low: float = 0.4, clip_high: float = 0.4) -> LossFn:
     def gmpo_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         advantage = needed(per_token, "advantages", "gmpo")
         log_ratio = logprob - needed(per_token, "old_logprobs", "gmpo")
-        clipped = torch.where(
-            advantage > 0,
-            log_ratio.clamp(max=clip_high),
-            torch.where(advantage < 0, log_ratio.clamp(min=-clip_low), 0.0),
-        )
+        falling = log_ratio.clamp(min=-clip_low).where(advantage < 0, 0.0)
+        clipped = log_ratio.clamp(max=clip_high).where(advantage > 0, falling)
         sequence_log_ratio = bounded(sequence_mean(clipped, per_token))
         value = -sequence_mean(advantage, per_token) * sequence_log_ratio.exp()
         stopped = stopped_statistics(log_ratio < -clip_low, log_ratio > clip_high, advantage)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from rlcore.arguments import NUMBER, takes
@@ -48,7 +47,7 @@ def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4, form: Literal["sequ
         log_ratio = sequence_mean(logprob - needed(per_token, "old_logprobs", "gspo"), per_token)
         if form == "token":
             log_ratio = log_ratio.detach() + (logprob - logprob.detach())
-        advantage = torch.where(per_token["token_mask"], needed(per_token, "advantages", "gspo"), 0.0)
+        advantage = needed(per_token, "advantages", "gspo").where(per_token["token_mask"], 0.0)
         return clipped_surrogate(bounded(log_ratio), advantage, clip_low, clip_high)
 
     return gspo_term

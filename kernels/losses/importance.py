@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from rlcore.arguments import NUMBER, takes
@@ -99,7 +98,7 @@ def sequence_mask(term: LossFn, *, low: float, high: float) -> LossFn:
             "sequence_mask_ratio_max": ratio,
             "sequence_mask_cut_mean": ~is_kept,
         }
-        return torch.where(is_kept, value, 0.0), joined_statistics(stats, new, "sequence_mask")
+        return value.where(is_kept, 0.0), joined_statistics(stats, new, "sequence_mask")
 
     return sequence_level(masked_term)
 
@@ -111,7 +110,7 @@ def clamped(loss: str, *, floor: float, cap: float) -> Weigh:
 
 def kept_within(loss: str, *, low: float, high: float) -> Weigh:
     _check_bounds(loss, "low", low, "high", high)
-    return lambda ratio: torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    return lambda ratio: ratio.where((ratio >= low) & (ratio <= high), 0.0)
 
 
 def importance_weighted(loss: str, term: LossFn, level: Level, weigh: Weigh) -> LossFn:
@@ -129,7 +128,7 @@ def importance_weighted(loss: str, term: LossFn, level: Level, weigh: Weigh) -> 
             f"{loss}_weight_square_mean": weight.square(),
             f"{loss}_cut_mean": weight != ratio,
         }
-        return torch.where(weight > 0, weight * value, 0.0), joined_statistics(stats, new, loss)
+        return (weight * value).where(weight > 0, 0.0), joined_statistics(stats, new, loss)
 
     return sequence_level(weighted_term) if level == "sequence" else as_level_of(weighted_term, term)
 

@@ -43,7 +43,7 @@ def ppo_clip(*, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float
         value, stats = clipped_surrogate(log_ratio, advantage, clip_low, clip_high)
         if dual_clip is not None:
             is_bounded = (advantage < 0) & (log_ratio.detach().exp() > dual_clip)
-            value = torch.where(is_bounded, -dual_clip * advantage, value)
+            value = (-dual_clip * advantage).where(is_bounded, value)
             stats["dual_clip_mean"] = is_bounded
         return value, stats
 

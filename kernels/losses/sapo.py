@@ -8,7 +8,6 @@ whose gradient at r = 1 is -A, as PPO's, and falls off on both sides.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rlcore.arguments import NUMBER, takes
@@ -34,8 +33,8 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
         advantage = needed(per_token, "advantages", "sapo")
         log_ratio = log_ratio_to_old(logprob, per_token, "sapo")
         is_positive = advantage > 0
-        tau = torch.full_like(advantage, temperature_negative).masked_fill(is_positive, temperature_positive)
-        gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+        tau = advantage.new_full(advantage.shape, temperature_negative).masked_fill(is_positive, temperature_positive)
+        gate = (tau * (log_ratio.exp() - 1)).sigmoid() * 4 / tau
         return -advantage * gate, ratio_statistics(log_ratio)
 
     return sapo_term

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlcore.cli.bench_output import print_comparison, print_results, progress
-from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table, write_json
 from rlcore.errors import BenchError, InvalidInputError
 from rlcore.torch_import import import_torch
 
@@ -76,10 +76,9 @@ def run(
     from dataclasses import replace
 
     from rlcore.bench.case import select_cases
-    from rlcore.bench.estimate import Durations, TimeLimit
     from rlcore.bench.isolated import Isolated, with_limits
     from rlcore.bench.record import encode, read
-    from rlcore.bench.run import PLANS, BenchRun, check_can_write, continued, noted
+    from rlcore.bench.run import PLANS, BenchRun, Durations, TimeLimit, check_can_write, continued, noted
     from rlcore.registry import get_device
 
     if quick and full:
@@ -122,7 +121,7 @@ def run(
         finally:
             durations.keep(running.record)
     if as_json:
-        sys.stdout.write(encode(done).decode())
+        write_json(encode(done).decode())
     else:
         print_results(done)
         sys.stdout.flush()

@@ -66,4 +66,5 @@ def _contents(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(file: FileReport) -> list[str]:
-    return ["FAIL" if file.error else "OK", str(file.tensors or ""), str(file.bytes), file.file, file.error]
+    tensors = str(file.tensors) if file.file.endswith(".safetensors") else ""
+    return ["FAIL" if file.error else "OK", tensors, str(file.bytes), file.file, file.error]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+
+from rlcore.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +26,49 @@ PLAIN: dict[str, Any] = {
     "rich_markup_mode": None,  # no boxes: they are 80 columns wide in a pipe too
 }
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+_kept: list[TextIO] = []
+"""The standard output, while it is for the JSON alone."""
+
+
+def keep_for_json(context: typer.Context, is_asked: bool) -> bool:
+    """Keep the standard output for the JSON: what plugins and libraries print goes to standard error.
+
+    The descriptor stays so until the process ends, because a plugin may print even then.
+    """
+    if is_asked:
+        context.with_resource(_keep())
+    return is_asked
+
+
+@contextlib.contextmanager
+def _keep() -> Iterator[None]:
+    stream = kept = sys.stdout
+    with contextlib.suppress(OSError, ValueError):  # of a stream without a descriptor, as a test's is
+        if stream.fileno() == 1:
+            stream.flush()
+            kept = os.fdopen(os.dup(1), "w", encoding=stream.encoding, errors=stream.errors)
+            os.dup2(_standard_error(), 1)
+    if kept is stream:
+        sys.stdout = sys.stderr
+    _kept.append(kept)
+    try:
+        yield
+    finally:
+        _kept.remove(kept)
+        kept.flush()
+        sys.stdout = stream
+
+
+def _standard_error() -> int:
+    try:
+        os.fstat(2)
+    except OSError:  # it is closed
+        return os.open(os.devnull, os.O_WRONLY)
+    return 2
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", callback=keep_for_json)]
 DeviceName = Annotated[str | None, typer.Option("--device", help='Such as "cpu" or "cuda:1"; else the default one.')]
 
 _GOOD = ("available", "native", "OK", "pass", "runs", "faster")
@@ -33,7 +79,15 @@ _COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fro
 
 def print_json(value: Any) -> None:
     """Print JSON; infinite values and NaN become null, because JSON has no word for them."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+    write_json(f"{json.dumps(_finite(value), indent=2, allow_nan=False)}\n")
+
+
+def write_json(text: str) -> None:
+    """Write what is JSON already to the standard output."""
+    # A command whose options were wrong after --json has not given its stream back; a test's is closed by now.
+    stream = next((one for one in reversed(_kept) if not one.closed), sys.stdout)
+    stream.write(text)
+    stream.flush()
 
 
 def _finite(value: Any) -> Any:
@@ -51,6 +105,8 @@ def console_of(stream: TextIO) -> Console:
     return Console(file=stream, color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
+Row = Sequence[str]
+
 _WIDEST_ALIGNED = 40  # characters: in a pipe a wider column would fill the other lines with blanks
 
 
@@ -66,12 +122,13 @@ _NARROWEST_FOLDED = 30
 """The least width, in characters, into which the last cell of a row is folded."""
 
 
-def print_table(header: list[str], rows: list[list[str]]) -> None:
+def print_table(header: Row, rows: Sequence[Row]) -> None:
     """Print a table.
 
     On a terminal only the last column is folded. A terminal that is too narrow for that gets each row as a block of
     its cells. A pipe gets one line a row, for grep and awk.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         _print_lines([header, *rows])
         return
@@ -85,7 +142,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
         console.print(_block(header, row, console.width))
 
 
-def _table(header: list[str], rows: list[list[str]]) -> Table:
+def _table(header: Row, rows: Sequence[Row]) -> Table:
     from rich import box
     from rich.table import Column, Table
 
@@ -96,7 +153,7 @@ def _table(header: list[str], rows: list[list[str]]) -> Table:
     return table
 
 
-def _block(header: list[str], row: list[str], width: int) -> Text:
+def _block(header: Row, row: Row, width: int) -> Text:
     """Return the first cell of a row, and indented below it the other cells with their column names."""
     from rich.text import Text
 
@@ -119,11 +176,11 @@ def _cell(text: str) -> Text:
     return Text(text, style=_COLOURS.get(text, ""), overflow="fold")
 
 
-def _widths(rows: list[list[str]]) -> list[int]:
+def _widths(rows: Sequence[Row]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def _print_lines(rows: list[list[str]]) -> None:
+def _print_lines(rows: Sequence[Row]) -> None:
     cells = [[cell.replace("\n", " ") for cell in row] for row in rows]
     widths = [width if width <= _WIDEST_ALIGNED else 0 for width in _widths(cells)]
     for row in cells:

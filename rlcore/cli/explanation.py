@@ -9,9 +9,10 @@ import torch
 
 from rlcore.arguments import did_you_mean
 from rlcore.errors import InvalidInputError, MissingDependencyError
-from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.dispatch import Query, choose, outranked
 from rlcore.kernels.operands import FLOATS
 from rlcore.kernels.returns.group_advantage import MODES
+from rlcore.plugins import BUILT_IN
 from rlcore.registry import get_device, registry
 from rlcore.tensor_data import dtype_name
 
@@ -35,6 +36,10 @@ class Explanation(NamedTuple):
     implementation: str
     refused: tuple[tuple[str, str], ...]
     """(implementation, reason)."""
+    plugin: str = ""
+    """The third party's plugin that it is from; "" for a built-in one."""
+    outranks: tuple[str, ...] = ()
+    """Built-in implementations that the plugin's goes before."""
 
 
 def explain(
@@ -64,7 +69,16 @@ def explain(
         return Explanation("the module's own forward", others)
     query = Query(at.type, torch.uint8 if op == _COPY else found, hidden_size, vocab_size, frozenset(options))
     choice = choose(op, query, implementation)
-    return Explanation(choice.implementation, choice.refused)
+    return Explanation(choice.implementation, choice.refused, *_third_party(op, choice.implementation, at.type))
+
+
+def _third_party(op: str, name: str, device_type: str) -> tuple[str, tuple[str, ...]]:
+    """Return the plugin of an implementation and the built-in ones that it goes before; nothing for a built-in one."""
+    entries = registry().ops[op]
+    chosen = next(one for one in entries if one.name == name and one.device_type in ("*", device_type))
+    if chosen.plugin in BUILT_IN:
+        return "", ()
+    return chosen.plugin, tuple(one.name for one in outranked(chosen))
 
 
 def _check_options(op: str, options: Collection[str]) -> None:

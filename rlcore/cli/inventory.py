@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlcore.deadline import CallOutcome, outcomes_within
 from rlcore.device import Device
-from rlcore.errors import DeviceError, PluginError
+from rlcore.errors import DeviceError, PluginError, UnsupportedError, one_line
 from rlcore.registry import get_device, launch, list_devices
+from rlcore.settings import Settings
 from rlcore.types import Capability, DeviceInfo, DeviceProperties
 
 
@@ -23,7 +26,7 @@ class DeviceKind:
     capabilities: dict[str, Capability] | None
     """None where the device is not available, so that its capabilities are unknown."""
     error: str
-    """Why an available device has no capabilities."""
+    """The reason why an available device has no capabilities."""
 
     def as_dict(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -44,7 +47,10 @@ class Description:
 
 def kinds() -> list[DeviceKind]:
     """Return all registered kinds of devices in the order of ``list_devices``. No device context is created."""
-    return [_kind(info) for info in list_devices()]
+    found = list_devices()
+    calls = [functools.partial(_capabilities, info.name) for info in found if info.is_available]
+    answers = iter(outcomes_within(Settings.from_env().probe_timeout_s, calls))  # of somebody else's code
+    return [_kind(info, next(answers) if info.is_available else None) for info in found]
 
 
 def describe(name: str) -> Description:
@@ -54,10 +60,14 @@ def describe(name: str) -> Description:
         DeviceError: the device is unknown or not available, or its plugin's code fails.
     """
     device = get_device(name)
-    try:
-        properties, capabilities, simulation = device.properties(), capabilities_of(device), device.simulation()
-    except Exception as error:  # somebody else's code
-        raise DeviceError(f"device {name!r} cannot be described: {type(error).__name__}: {error}") from error
+    (described,) = outcomes_within(Settings.from_env().probe_timeout_s, [functools.partial(_description, device)])
+    if described.error is not None:  # of somebody else's code
+        raise DeviceError(f"device {name!r} cannot be described: {one_line(described.error)}") from described.error
+    return described.get()
+
+
+def _description(device: Device) -> Description:
+    properties, capabilities, simulation = _properties(device), capabilities_of(device), device.simulation()
     return Description(
         name=device.name,
         vendor=device.vendor,
@@ -65,6 +75,14 @@ def describe(name: str) -> Description:
         simulation=None if simulation is None else simulation.counted(),
         capabilities=capabilities,
     )
+
+
+def _properties(device: Device) -> DeviceProperties:
+    """Return what the device says of itself; nothing where it cannot be asked, which its capabilities say."""
+    try:
+        return device.properties()
+    except UnsupportedError:
+        return DeviceProperties("", "", 0, "", 0)
 
 
 def capabilities_of(device: Device) -> dict[str, Capability]:
@@ -83,18 +101,21 @@ def summary(capabilities: dict[str, Capability]) -> str:
     return ", ".join(f"{found.count(kind)} {kind}" for kind in ("native", "emulated", "unsupported") if kind in found)
 
 
-def _kind(info: DeviceInfo) -> DeviceKind:
-    facts, capabilities, error = launch(info.name), None, ""
-    if info.is_available:
-        try:
-            capabilities = capabilities_of(get_device(info.name))
-        except Exception as failure:  # somebody else's code
-            error = f"capabilities() failed: {type(failure).__name__}: {failure}"
+def _capabilities(name: str) -> dict[str, Capability]:
+    return capabilities_of(get_device(name))
+
+
+def _kind(info: DeviceInfo, answer: CallOutcome[dict[str, Capability]] | None) -> DeviceKind:
+    facts, error = launch(info.name), answer and answer.error
     return DeviceKind(
         info=info,
         visible_devices_variable=facts.visible_devices_variable,
         visible_devices=facts.visible_devices(),
         ray_resource=facts.ray_resource,
-        capabilities=capabilities,
-        error=error,
+        capabilities=answer.value if answer else None,
+        error=_told(error) if error else "",
     )
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, DeviceError) else f"capabilities() failed: {one_line(error)}"

@@ -22,9 +22,10 @@ import typer
 
 from rlcore import __version__
 from rlcore.cli.bench import bench
+from rlcore.cli.chaos import chaos
 from rlcore.cli.checkpoint import checkpoint
 from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
-from rlcore.errors import RlcoreError
+from rlcore.errors import RlcoreError, printable
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
 
@@ -38,13 +39,14 @@ ops = typer.Typer(help="Look at the operators.", **PLAIN)
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(ops, name="ops")
+app.command("chaos")(chaos)
 
 
 def main() -> None:
     try:
         app()
     except RlcoreError as error:
-        sys.exit(f"rlcore: {error}")
+        sys.exit(f"rlcore: {printable(str(error))}")
     except KeyboardInterrupt:
         _leave_at_once()
     except SystemExit as end:
@@ -96,6 +98,10 @@ def quickstart(
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of everything drawn.", show_default="0")
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Threads of the host; unless given 1, or torch's choice with --model."),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Training steps in all, those before --resume included.", show_default="100"),
@@ -118,6 +124,7 @@ def quickstart(
         "device": device,
         "executor": executor,
         "seed": seed,
+        "threads": threads,
         "steps": steps,
         "shuffle_rewards": shuffle_rewards,
     }
@@ -204,7 +211,7 @@ def _print_findings(rows: list[list[str]]) -> None:
     print_table(["check", "", "found"], [row[:3] for row in rows])
     for check, status, _, fix in rows:
         if fix:
-            print(f"\n{status} {check}: what to do\n{fix}")
+            print(printable(f"\n{status} {check}: what to do\n{fix}"))
 
 
 @app.command()
@@ -274,9 +281,12 @@ def ops_explain(
     )
     refused = [{"implementation": name, "reason": reason} for name, reason in choice.refused]
     if as_json:
-        print_json({"op": op, "implementation": choice.implementation, "refused": refused})
+        by = {"plugin": choice.plugin or None, "outranks": choice.outranks}
+        print_json({"op": op, "implementation": choice.implementation, **by, "refused": refused})
     else:
-        rows = [[choice.implementation, "runs"], *([r["implementation"], r["reason"]] for r in refused)]
+        before = f", before the built-in {', '.join(choice.outranks)}" if choice.outranks else ""
+        by_whom = f", by plugin {choice.plugin!r}{before}" if choice.plugin else ""
+        rows = [[choice.implementation, f"runs{by_whom}"], *([r["implementation"], r["reason"]] for r in refused)]
         print_table([op, ""], rows)
 
 

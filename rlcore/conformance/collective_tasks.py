@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
+from rlcore._torch_private import FileStore
 from rlcore.collectives.groups import Group, new_group
 from rlcore.conformance.accuracy import is_rounded
 from rlcore.conformance.work import BusyWork

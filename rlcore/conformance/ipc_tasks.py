@@ -45,11 +45,6 @@ def address(device: Device, key: int) -> int:
     return int(_mappings[key].tensor.untyped_storage().data_ptr())
 
 
-def allocated(device: Device) -> int:
-    device.synchronize()
-    return int(device.memory.stats().allocated_bytes)
-
-
 def export(device: Device, key: int, values: list[float]) -> bytes:
     _tensors[key] = torch.tensor(values, device=device.torch_device)
     device.synchronize()

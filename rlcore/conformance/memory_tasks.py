@@ -1,4 +1,4 @@
-"""A function that the other process runs in tests of memory."""
+"""Functions that the other process runs in tests of memory."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ def hold(device: Device, num_bytes: int) -> None:
     device.memory.empty_cache()
     _held.append(filled(device, num_bytes))
     device.synchronize()
+
+
+def allocated(device: Device) -> int:
+    device.synchronize()
+    return int(device.memory.stats().allocated_bytes)

@@ -183,6 +183,15 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
+def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model folder of the executor under test."""
+    from rlcore.conformance.tiny_model import write_tiny_model
+
+    given: Path | None = pytestconfig.getoption("--model")
+    return given or write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
 def peers() -> Iterator[PeerPool]:
     """The other processes, which all tests share."""
     peers = PeerPool()

@@ -38,7 +38,7 @@ METHODS: dict[Kind, tuple[str, ...]] = {
         "take_weights",
     ),
 }
-"""What a run is reported by: the methods, and what a method does by several ways."""
+"""The methods by which a run is reported, and what a method does by several ways."""
 ALWAYS: dict[Kind, tuple[str, ...]] = {"train": ("build", "train_step"), "inference": ("build", "generate")}
 """An executor without these is none."""
 

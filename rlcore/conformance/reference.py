@@ -72,6 +72,14 @@ class SamplerTruth:
         """[V] float64: the log-probs of what follows a prompt."""
         return restricted(logits(self._exact, [*prompt, 0], len(prompt)), **sampling)[0]
 
+    @torch.no_grad()
+    def is_likeliest(self, prompt: Sequence[int], token: int) -> bool:
+        """Return True if no token is likelier than this one, but by errors as the sampler's dtype makes them."""
+        exact_V = self.next_token(prompt)
+        reference_V = restricted(logits(self._reference, [*prompt, 0], len(prompt)))[0].cpu().double()
+        error = AS_ACCURATE * (reference_V - exact_V).abs().max()  # of either of two that are compared
+        return bool(exact_V[token] >= exact_V.max() - 2 * error)
+
     def wrong(self, outputs: Iterable[RequestOutput], **sampling: Any) -> str:
         """Return "" if the completions have the log-probs of these weights, or what is wrong with them."""
         found: list[float] = []
@@ -114,7 +122,7 @@ class Step(NamedTuple):
     """[R] each: "loss", and the loss function's statistics, of each token that is trained on."""
     weight_R: Tensor
     gradient: Tensor
-    """Of all parameters, before it is clipped."""
+    """The gradient of all parameters, before it is clipped."""
 
 
 class PlainTraining:

@@ -36,7 +36,7 @@ class _Outcome:
     lacking: str = ""
     """The reason why the executor cannot do what the test is about."""
     promise: str = ""
-    """What a broken promise was."""
+    """The promise that was broken."""
 
 
 @dataclass(slots=True, eq=False)

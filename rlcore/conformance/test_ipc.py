@@ -19,6 +19,7 @@ from rlcore.process.status import maker_of_shared_memory
 from rlcore.types import IpcHandle
 
 TASKS = "rlcore.conformance.ipc_tasks"
+ALLOCATED = "rlcore.conformance.memory_tasks:allocated"
 OPEN, READ, WRITE, CLOSE = (f"{TASKS}:{name}" for name in ("open_handle", "read", "write", "close"))
 EXPORT, READ_EXPORTED, IS_REVOKED = (f"{TASKS}:{name}" for name in ("export", "read_exported", "is_revoked"))
 CYCLES = 50
@@ -69,14 +70,14 @@ def test_an_imported_tensor_is_no_copy(device: Device, peer: Peer, other_peer: P
     importers = (peer, other_peer)
     for importer in importers:
         importer.ask(EXPORT, 9, [1.0])  # its device is warm
-    before = [importer.ask(f"{TASKS}:allocated") for importer in importers]
+    before = [importer.ask(ALLOCATED) for importer in importers]
     for number, importer in enumerate(importers, 1):
         importer.ask(OPEN, 1, device.memory.export_ipc(tensor[:1]).to_bytes())
         importer.ask(WRITE, 1, number)
         assert tensor[0].item() == number
     assert peer.ask(READ, 1) == [2]
     for importer, allocated in zip(importers, before, strict=True):
-        assert importer.ask(f"{TASKS}:allocated") - allocated < 32 * MB
+        assert importer.ask(ALLOCATED) - allocated < 32 * MB
         importer.ask(CLOSE, 1)
     device.memory.revoke(handle)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.conformance.memory_tasks import allocated
 from rlcore.conformance.peer import Peer
 from rlcore.conformance.work import MB, filled
 from rlcore.device import Device
@@ -15,13 +16,8 @@ from rlcore.registry import get_device
 
 NUM_BYTES = 128 * MB
 SLACK = 16 * MB
-"""What an allocator rounds up to, and what the interpreter moves by itself where the books are the process's own."""
+"""The bytes by which an allocator rounds up, and which the interpreter moves where the books are the process's own."""
 HOLD = "rlcore.conformance.memory_tasks:hold"
-
-
-def allocated(device: Device) -> int:
-    device.synchronize()
-    return int(device.memory.stats().allocated_bytes)
 
 
 @pytest.fixture(autouse=True)

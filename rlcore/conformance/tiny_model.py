@@ -6,6 +6,7 @@ Executors are given folders that transformers writes; nothing but a tiny random 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "$"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def damaged_copy(folder: Path, path: Path) -> Path:
+    """Copy a model folder to ``path``, with a file of weights that ends too early."""
+    shutil.copytree(folder, path)
+    file = next(path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    return path
 
 
 def changed(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

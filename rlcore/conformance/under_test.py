@@ -5,10 +5,8 @@ An engine is built once for many tests, which leave it as it was: else the next 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +19,9 @@ import rlcore
 from rlcore.conformance.tiny_model import policy
 from rlcore.device import Device
 from rlcore.errors import RlcoreError, UnsupportedError
-from rlcore.process.status import start_time
 
 TIMEOUT_S = 300.0
-"""Of one call of a worker."""
-GONE_S = 30.0
-"""Within which something that ended is missed, or has left nothing."""
+"""The longest time that one call of a worker may take."""
 
 
 @dataclass
@@ -130,42 +125,10 @@ def mend_train(engine: Any) -> None:
     engine.call("forget_steps")
 
 
-# ------------------------------------------------------------------------------------------------ what is left
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + GONE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"{what} within {GONE_S:g} s"
-        time.sleep(0.05)
-
-
-def descendants(pid: int) -> dict[int, int | None]:
-    """Processes that a process started, and they in turn, with when each began."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdecimal():
-            with contextlib.suppress(OSError, IndexError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(path.name))
-    found, rest = {}, children.get(pid, [])
-    while rest:
-        one = rest.pop()
-        found[one] = start_time(one)
-        rest += children.get(one, [])
-    return found
-
-
-def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
-    """Files of /dev/shm that processes have mapped, and that others could open."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                path = line[line.find("/dev/shm/") :] if "/dev/shm/" in line else ""
-                if path and not path.endswith("(deleted)"):
-                    found.add(path)
-    return {path for path in found if os.path.exists(path)}
+def nbytes(engine: Any, tag: str) -> tuple[int, int]:
+    """Return what the tag takes on the devices, and in host memory."""
+    tags = [report["tags"][tag] for report in engine.memory_report()]
+    return sum(one["device_bytes"] for one in tags), sum(one["host_bytes"] for one in tags)
 
 
 def same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlcore.deadline import call_within
+from rlcore.deadline import outcomes_within
+from rlcore.errors import one_line
 
 Status = Literal["OK", "WARN", "FAIL"]
 CHECK_TIMEOUT_S = 10.0
@@ -47,8 +49,7 @@ def run_check(
     name: str, check: Callable[..., CheckVerdict], *arguments: Any, timeout_s: float = CHECK_TIMEOUT_S
 ) -> CheckResult:
     """Run a check with a deadline. A check that raises, calls ``sys.exit`` or hangs has failed."""
-    try:
-        verdict = call_within(timeout_s, check, *arguments)
-    except (Exception, SystemExit) as error:
-        verdict = fail(f"the check itself failed: {type(error).__name__}: {error}", "")
+    (outcome,) = outcomes_within(timeout_s, [functools.partial(check, *arguments)])
+    error = outcome.error
+    verdict = outcome.get() if error is None else fail(f"the check itself failed: {one_line(error)}", "")
     return CheckResult(name, verdict.status, verdict.found, verdict.fix)

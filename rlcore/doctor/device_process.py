@@ -20,8 +20,9 @@ from rlcore.cli.inventory import capabilities_of, summary
 from rlcore.deadline import call_within
 from rlcore.doctor.check import CHECK_TIMEOUT_S, CheckResult, CheckVerdict, fail, ok, run_check, warn
 from rlcore.doctor.ipc import ImportingProcess, share
+from rlcore.doctor.operators import operators
 from rlcore.doctor.packages import torch_back_ends
-from rlcore.errors import PluginError
+from rlcore.errors import DeviceError, PluginError, one_line
 from rlcore.launch import LaunchFacts
 from rlcore.plugins import PluginRecord
 from rlcore.registry import device_info, get_device, launch, list_devices, registry
@@ -62,7 +63,9 @@ def _check_all(report: _Reporter, importer: ImportingProcess) -> None:
     report.run("flash-attn", flash_attn)
     report.begin("plugins")
     try:
-        records = list(call_within(CHECK_TIMEOUT_S, lambda: registry().plugins))
+        # Those that hang have deadlines, so that they are named one by one.
+        timeout_s = 2 * Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S
+        records = list(call_within(timeout_s, lambda: registry().plugins))
     except Exception as error:
         report.tell(CheckResult("plugins", "FAIL", f"loading them failed: {type(error).__name__}: {error}", _DISABLE))
         return
@@ -70,6 +73,7 @@ def _check_all(report: _Reporter, importer: ImportingProcess) -> None:
         if record.error:
             report.tell(_plugin(record))
     report.tell(CheckResult("plugins", "OK", "; ".join(_name(record) for record in records if not record.error)))
+    report.run("operators", operators)
     for kind in registry().devices:
         report.run(f"device {kind}", device, kind, timeout_s=Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S)
     report.run("default device", default_device)
@@ -116,8 +120,10 @@ def device(kind: str) -> CheckVerdict:
         found = capabilities_of(get_device(kind))
     except PluginError as error:
         return fail(str(error), _leave_out(info.plugin))
-    except Exception as error:
-        return fail(f"capabilities() failed: {type(error).__name__}: {error}", _leave_out(info.plugin))
+    except DeviceError as error:
+        return fail(str(error), _leave_out(info.plugin))
+    except BaseException as error:  # a plugin's; this is a thread of its own, which gets no Ctrl-C
+        return fail(f"capabilities() failed: {one_line(error)}", _leave_out(info.plugin))
     evidence = " and ".join(sorted({how.evidence for how in found.values()}))
     return ok(f"{info.count} of {info.vendor}; members: {summary(found)}; evidence: {evidence or 'none'}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -11,13 +12,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from rlcore.doctor.check import CheckVerdict, fail, ok, warn
 from rlcore.doctor.secrets import shown_environment
-from rlcore.engines.launchers.running import RunningProcess
-from rlcore.engines.launchers.runtime_files import is_stale_store, records
-from rlcore.process.runtime_folder import runtime_folder
+from rlcore.engines.launchers.running import read_record
+from rlcore.engines.launchers.runtime_files import is_stale_store
+from rlcore.process.runtime_folder import RuntimeFolder, runtime_folder
 from rlcore.process.status import maker_of_shared_memory, start_time
 
 _LEAST_PYTHON = (3, 11)
@@ -61,16 +60,21 @@ def locked_memory(infiniband: Path = Path("/sys/class/infiniband")) -> CheckVerd
 
 
 def open_files() -> CheckVerdict:
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY or limit >= _LEAST_FILES:
-        return ok("unlimited" if limit == resource.RLIM_INFINITY else str(limit))
-    allowed = most if most != resource.RLIM_INFINITY else 65_536
-    return warn(f"{limit}; each shared segment, socket and worker takes some", f"ulimit -n {allowed}")
+    """Check the limit of this process, and the hard one, to which worker processes raise theirs."""
+    limit, most = (_limit(number) for number in resource.getrlimit(resource.RLIMIT_NOFILE))
+    uses = "each shared segment, socket and worker takes some"
+    if most < _LEAST_FILES:
+        enlarge = "as root: prlimit --nofile=65536:65536 --pid $$, or in a container: docker run --ulimit nofile=65536"
+        return warn(f"{limit}, at most {most} in worker processes; {uses}, and so do others that connect", enlarge)
+    if limit < _LEAST_FILES:
+        return warn(f"{limit}; {uses}", f"ulimit -n {65_536 if most == math.inf else most}")
+    return ok("unlimited" if limit == math.inf else str(limit))
 
 
 def leftovers(shared: Path = Path("/dev/shm")) -> CheckVerdict:
     """Find files, sockets and shared memory that ended processes of this user left behind."""
-    dead = [path for path in runtime_folder().iterdir() if _is_left_behind(path)]
+    with runtime_folder() as folder:
+        dead = [folder.path / name for name in folder.names() if _is_left_behind(folder, name)]
     dead += [
         path
         for path in (shared.iterdir() if shared.is_dir() else ())
@@ -114,16 +118,15 @@ def environment(environ: Mapping[str, str] = os.environ) -> CheckVerdict:
     return ok(found)
 
 
-def _is_left_behind(path: Path) -> bool:
-    if named := _SOCKET.fullmatch(path.name):
+def _is_left_behind(folder: RuntimeFolder, name: str) -> bool:
+    if named := _SOCKET.fullmatch(name):
         return str(start_time(int(named[1]))) != named[2]
-    if path not in records():
-        return is_stale_store(path)
-    try:
-        process = msgspec.json.decode(path.read_bytes(), type=RunningProcess)
-    except (FileNotFoundError, msgspec.DecodeError):  # being written, or just removed
-        return False
-    return start_time(process.pid) != process.started
+    process = read_record(folder, name)
+    return is_stale_store(name) if process is None else start_time(process.pid) != process.started
+
+
+def _limit(number: int) -> float:
+    return math.inf if number == resource.RLIM_INFINITY else number
 
 
 def _is_own(path: Path) -> bool:

@@ -25,8 +25,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
 from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, choose, implementations
-from rlcore.packed.eligibility import Eligibility, eligibility_of, no_attention_mask
-from rlcore.packed.implementations import PackedSequences, attention_dtype, own_attention
+from rlcore.packed.eligibility import Eligibility, eligibility_of
+from rlcore.packed.implementations import PackedSequences, attention_dtype, no_attention_mask, own_attention
 
 logger = logging.getLogger(__name__)
 

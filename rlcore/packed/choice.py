@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.device_interface import get_interface_for_device
 from torch.nn.attention import varlen
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from rlcore import probing
+from rlcore._torch_private import check_can_run_triton
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.packed.implementations import (
     PackedSequences,
@@ -89,7 +89,7 @@ def _varlen_lacks(call: AttentionCall, device: torch.device) -> str | None:
 
 def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:
     try:
-        get_interface_for_device(device.type).raise_if_triton_unavailable(device)
+        check_can_run_triton(device)
     except (ImportError, NotImplementedError, RuntimeError) as error:
         return f"it is slow unless compiled with triton: {probing.first_line(error)}"
     return _lacks(call, "has_dropout")

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from rlcore._torch_private import fake_tensors
 from rlcore.packed.choice import AttentionCall
-from rlcore.packed.implementations import own_attention
+from rlcore.packed.implementations import no_attention_mask, own_attention
 from rlcore.probing import first_line
 
 _NAME = "rlcore_recorder"
@@ -97,7 +97,7 @@ def _dry_run(decoder: Any, own: str) -> _DryRun:
     record = _DryRun(own)
     token = _record.set(record)
     try:
-        with FakeTensorMode(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with fake_tensors(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
             twin = type(decoder)._from_config(config, dtype=torch.bfloat16).train()
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long)
             inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens.clone(), "use_cache": False}
@@ -107,14 +107,6 @@ def _dry_run(decoder: Any, own: str) -> _DryRun:
     finally:
         _record.reset(token)
     return record
-
-
-def no_attention_mask(device: torch.device) -> Tensor:
-    """Return a mask of four dimensions, which transformers passes on instead of making one of [T, T].
-
-    It is empty, so that a foreign attention that uses it fails; with a valid mask, sequences could see each other.
-    """
-    return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
 def _record_mask(**options: Any) -> Tensor:

@@ -196,6 +196,14 @@ def _band_mask(like: Tensor, rows: range, columns: range, window: int, *, is_add
     return torch.zeros_like(allowed, dtype=like.dtype).masked_fill(~allowed, torch.finfo(like.dtype).min)
 
 
+def no_attention_mask(device: torch.device) -> Tensor:
+    """Return a mask of four dimensions, which transformers passes on instead of making one of [T, T].
+
+    It is empty, so that a foreign attention that uses it fails; with a valid mask, sequences could see each other.
+    """
+    return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
+
+
 def own_attention(module: nn.Module, name: str) -> Callable[..., Any]:
     """Return transformers' function for ``attn_implementation=name``; "eager" is in the model's own file."""
     if name != "eager":

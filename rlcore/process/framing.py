@@ -7,6 +7,9 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from rlcore.decoding import decode
+from rlcore.errors import InvalidInputError
+
 _LENGTH_BYTES = 8
 T = TypeVar("T")
 
@@ -23,12 +26,20 @@ def write_message(pipe: IO[bytes], message: object) -> None:
 
 
 def read_message(pipe: IO[bytes], kind: type[T] | Any = Any) -> T | None:
-    """Wait for the next message and return it as a ``kind``; None when the writer has ended, or ends within it."""
-    length = pipe.read(_LENGTH_BYTES)
-    data = pipe.read(int.from_bytes(length, "little"))
-    if len(length) < _LENGTH_BYTES or len(data) < int.from_bytes(length, "little"):
+    """Wait for the next message and return it as a ``kind``; None when the writer has ended, or ends within it.
+
+    Raises:
+        InvalidInputError: what comes is no such message.
+    """
+    announced = pipe.read(_LENGTH_BYTES)
+    nbytes = int.from_bytes(announced, "little")
+    try:
+        data = pipe.read(nbytes)
+    except (MemoryError, OverflowError) as error:
+        raise InvalidInputError(f"a message of {nbytes} bytes is announced, for which there is no memory") from error
+    if len(announced) < _LENGTH_BYTES or len(data) < nbytes:
         return None
-    message: T = msgspec.msgpack.decode(data, type=kind)
+    message: T = decode(data, kind, "message", error=InvalidInputError)
     return message
 
 

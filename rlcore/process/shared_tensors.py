@@ -76,6 +76,10 @@ class SharedTensorSender:
     _next: int = 0
     _num_messages: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.nbytes for segment in list(self._segments.values()))
+
     def pack(self, tensors: Sequence[Tensor]) -> tuple[SharedTensors | None, list[int]]:
         """Copy tensors into a segment; return their places, and the descriptors to send along."""
         with self._lock:
@@ -143,14 +147,17 @@ class SharedTensorReceiver:
     _mappings: dict[int, mmap.mmap] = field(default_factory=dict)
     _unused: deque[int] = field(default_factory=deque)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(mapping) for mapping in list(self._mappings.values()))
+
     def unpack(self, shared: SharedTensors | None, descriptors: list[int]) -> list[Tensor]:
-        """Return the tensors of a message, as views of the shared pages."""
+        """Return the tensors of a message, as views of the shared pages. The caller closes the descriptors."""
         if shared is None:
             return []
         if shared.is_new:
             (descriptor,) = descriptors
             self._mappings[shared.segment] = _map(descriptor, os.fstat(descriptor).st_size)
-            os.close(descriptor)
         # A ctypes array over the mapping is the owner that every view of the message keeps alive.
         owner: Any = (ctypes.c_ubyte * max(shared.nbytes, 1)).from_buffer(self._mappings[shared.segment])
         # Runs wherever the last view dies: appending to a deque needs no lock.

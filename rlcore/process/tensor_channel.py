@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import os
 import socket
 import struct
 import threading
@@ -14,6 +15,9 @@ from typing import Generic, TypeVar
 import msgspec
 from torch import Tensor
 
+from rlcore import held_memory
+from rlcore.decoding import decode
+from rlcore.errors import InvalidInputError
 from rlcore.process.shared_tensors import SegmentNotice, SharedTensorReceiver, SharedTensors, SharedTensorSender
 
 _HEADER = struct.Struct("<QB")  # bytes of the envelope, number of descriptors that come with it
@@ -40,6 +44,12 @@ class TensorChannel(Generic[H]):
         self._type = Envelope[head]  # type: ignore[valid-type]
         self._sending = threading.Lock()
         self._sender, self._receiver = SharedTensorSender(), SharedTensorReceiver()
+        held_memory.report(self, lambda channel: {"tensors of calls, shared between two processes": channel.num_bytes})
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the shared memory of both directions."""
+        return self._sender.num_bytes + self._receiver.num_bytes
 
     def send(self, head: H, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
         """Raise ConnectionError when the other end is gone."""
@@ -57,18 +67,32 @@ class TensorChannel(Generic[H]):
 
         Raises:
             OSError: this process has no descriptor left for a message's tensors, which are lost.
+            InvalidInputError: what comes is no message. The channel is of no use any more.
         """
+        descriptors: list[int] = []
         try:
             header, descriptors = self._header()
             if len(header) < _HEADER.size:
                 return None
-            envelope = msgspec.msgpack.decode(self._exactly(_HEADER.unpack(header)[0]), type=self._type)
+            data = self._exactly(_HEADER.unpack(header)[0])
+            envelope: Envelope[H] = decode(data, self._type, "message", error=InvalidInputError)
+            return envelope.head, envelope.body, self._tensors(envelope, descriptors)
         except (ConnectionError, EOFError):
             return None
-        tensors = self._receiver.unpack(envelope.shared, descriptors)
-        self._receiver.unmap(envelope.notice.freed)
-        self._sender.reuse(envelope.notice.unused)
-        return envelope.head, envelope.body, tensors
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _tensors(self, envelope: Envelope[H], descriptors: list[int]) -> list[Tensor]:
+        try:
+            tensors = self._receiver.unpack(envelope.shared, descriptors)
+            self._receiver.unmap(envelope.notice.freed)
+            self._sender.reuse(envelope.notice.unused)
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"a message tells of shared memory that is not there: {type(error).__name__}: {error}"
+            ) from error
+        return tensors
 
     def shut_down(self) -> None:
         """End the connection: both ends can receive what has come already, then find the other end gone."""
@@ -95,7 +119,12 @@ class TensorChannel(Generic[H]):
         return header, list(descriptors)
 
     def _exactly(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
+        try:
+            data = bytearray(nbytes)
+        except (MemoryError, OverflowError) as error:
+            raise InvalidInputError(
+                f"a message of {nbytes} bytes is announced, for which there is no memory"
+            ) from error
         view = memoryview(data)
         while view:
             count = self._socket.recv_into(view)

@@ -16,6 +16,7 @@ from rlcore.errors import CheckpointError, InvalidInputError
 _MAX_SEED = 2**63 - 1  # what the sampler takes
 RECORD = "run.json"
 _OUTPUT = "outputs/quickstart"
+MAX_THREADS = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class QuickstartConfig:
     """The inference executor that samples: "hf" or "vllm"."""
     seed: int = 0
     """Seed of the splits, the initial weights and all sampling; in [0, 2**63)."""
+    threads: int | None = None
+    """Threads that torch computes with on the host; None is one for the quickstart's own model, which is so small that
+    more wait for each other most of the time, and torch's choice for another."""
     steps: int = 100
     """Total number of GRPO steps, with those before a resume; at least 1."""
     output: Path = Path(_OUTPUT)
@@ -38,6 +42,8 @@ class QuickstartConfig:
     """Continue the run that ``output`` holds."""
     shuffle_rewards: bool = False
     """The control experiment: rewards are shuffled within each group, so that nothing can be learned."""
+    simulation: str = ""
+    """The simulation on which the run, or a part of it, took place, in words; no option, but found when it runs."""
 
     def __post_init__(self) -> None:
         self._require("model", self.model is None or isinstance(self.model, Path), "a pathlib.Path or None")
@@ -48,10 +54,16 @@ class QuickstartConfig:
         )
         self._require("executor", _is_word(self.executor), 'the name of an inference executor, such as "hf" or "vllm"')
         self._require("seed", type(self.seed) is int and 0 <= self.seed <= _MAX_SEED, "a whole number in [0, 2**63)")
+        self._require(
+            "threads",
+            self.threads is None or (type(self.threads) is int and 1 <= self.threads <= MAX_THREADS),
+            f"a whole number from 1 to {MAX_THREADS}, or None",
+        )
         self._require("steps", type(self.steps) is int and self.steps >= 1, "a whole number of at least 1")
         self._require("output", isinstance(self.output, Path), "a pathlib.Path")
         self._require("resume", isinstance(self.resume, bool), "True or False")
         self._require("shuffle_rewards", isinstance(self.shuffle_rewards, bool), "True or False")
+        self._require("simulation", isinstance(self.simulation, str), "a str")
 
     def _require(self, name: str, is_good: bool, accepted: str) -> None:
         if not is_good:
@@ -64,7 +76,7 @@ class QuickstartConfig:
     def from_json(cls, data: bytes) -> QuickstartConfig:
         """Read the JSON of ``to_json``. Raises CheckpointError for anything else."""
         try:
-            found = msgspec.json.decode(data, type=dict[str, Any])
+            found = {"simulation": ""} | msgspec.json.decode(data, type=dict[str, Any])  # which older runs do not have
             names = {field.name for field in dataclasses.fields(cls)}
             if found.keys() != names:
                 raise CheckpointError(f"it must have the fields {sorted(names)}, and has {sorted(found)}")
@@ -102,7 +114,7 @@ class QuickstartConfig:
     def differences(self, other: QuickstartConfig) -> list[str]:
         """Return the differences that make ``other`` another run with another curve, such as ``["seed 0, not 1"]``.
 
-        The device, the folder and a larger number of steps do not matter.
+        The device, the threads, the folder and a larger number of steps do not matter.
         """
         return [
             f"{name} {_shown(ours)}, not {_shown(theirs)}"

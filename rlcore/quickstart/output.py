@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import io
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, final
@@ -35,6 +36,19 @@ PHASES = ("generate", "train", "sync", "offload")
 Metrics = dict[str, float]
 
 _INCHES, _DOTS_PER_INCH = (8.0, 6.0), 150
+
+
+class Phases:
+    """``with phases("train"): ...`` adds to ``phases.seconds["train_s"]``."""
+
+    def __init__(self) -> None:
+        self.seconds = {f"{name}_s": 0.0 for name in PHASES}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[f"{name}_s"] += time.perf_counter() - started
 
 
 @final

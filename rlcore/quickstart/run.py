@@ -1,15 +1,19 @@
 """The whole GRPO algorithm of ``rlcore quickstart``, to be read as a first lesson.
 
-A step samples eight answers to each of 32 problems, gives each a reward by the verifier, and makes the better answers
-of each group likelier (arXiv:2402.03300; asymmetric clipping from arXiv:2503.14476). Trainer and sampler share one
+A step samples eight answers to each of 96 problems and gives each a reward by the verifier. Of the problems that some
+answers got right and some wrong it takes 32, and makes the better answers to each likelier (arXiv:2402.03300; dynamic
+sampling and asymmetric clipping from arXiv:2503.14476). Trainer and sampler share one
 device and use it alternately, as on a GPU that cannot hold both. Begin at ``Quickstart.run``; methods of ``self.train``
 that are not the engine's own are in ``policy.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,14 +26,13 @@ from rlcore.quickstart.config import QuickstartConfig
 from rlcore.quickstart.display import Display, print_table, summary
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.model import quickstart_model
-from rlcore.quickstart.output import RunFolder
-from rlcore.quickstart.phases import Phases
+from rlcore.quickstart.output import Phases, RunFolder
 from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.pretrained import tokenizer_of
 
-PROMPTS, SAMPLES, TEMPERATURE, MINIBATCHES, RATE = 32, 8, 1.25, 4, 3e-4
+ASKED, PROMPTS, SAMPLES, TEMPERATURE, MINIBATCHES, RATE = 96, 32, 8, 1.25, 4, 3e-4
 IMITATION_BATCH, IMITATION_RATE, WARM_UP, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 20, 0.47, 600
-USUAL_IMITATION_STEPS = (150, 450)  # of the quickstart's own model: 150 to 430 for seeds 0 to 4, on CPUs and an H200
+USUAL_IMITATION_STEPS = (150, 450)  # of the quickstart's own model
 EVERY = 10  # steps between evaluations, and between checkpoints
 SMALL_VLLM: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
 """For a small model: nothing is compiled at the start, and each step moves a small KV cache."""
@@ -85,8 +88,7 @@ class Quickstart:
         accuracy = 0.0
         for step in range(self.done["imitation"], MAX_IMITATION_STEPS):
             if step % EVERY == 0:
-                self.train.sync_weights(self.infer)
-                accuracy = self.accuracy(self.gate, temperature=1.0)
+                accuracy = self.sampled_accuracy(self.gate)
             self.display.imitating(step, accuracy, wanted=GATE_ACCURACY, usual=USUAL_IMITATION_STEPS)
             if accuracy >= GATE_ACCURACY:
                 break
@@ -104,12 +106,15 @@ class Quickstart:
     def grpo_step(self, step: int) -> dict[str, float]:
         """Sample, compute rewards, train, and sync the new weights; return the metrics."""
         phases, generator = Phases(), self.generator("grpo", step)
-        asked = task.draw(self.training, PROMPTS, generator)
+        asked = task.draw(self.training, ASKED, generator)
         with phases("generate"):
             outputs = self.sample(asked, n=SAMPLES, temperature=TEMPERATURE, generator=generator)
-        judged = rewards = self.judge(asked, outputs)
+        rewards = self.judge(asked, outputs)
+        num_tokens = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        taught = instructive(rewards)
+        judged, outputs = rewards[taught], [outputs[row] for row in taught]
         if self.config.shuffle_rewards:  # the control: within each group, so that nothing can be learned
-            judged = torch.stack([row[torch.randperm(SAMPLES, generator=generator)] for row in rewards])
+            judged = torch.stack([row[torch.randperm(SAMPLES, generator=generator)] for row in judged])
         batch = rlcore.collate(outputs, advantages=group_advantage(judged))
         with phases("offload"):
             self.infer.meta()
@@ -118,7 +123,7 @@ class Quickstart:
             metrics = self.learn(batch, step, generator)
         self.hand_over(phases)
         metrics |= {"step": step, "reward": float(rewards.mean())} | phases.seconds
-        metrics["tokens_per_s"] = int(batch["loss_mask"].sum()) / phases.seconds["generate_s"]
+        metrics["tokens_per_s"] = num_tokens / phases.seconds["generate_s"]
         if step % EVERY == 0 or step == self.config.steps:
             metrics["accuracy"] = self.accuracy(self.held_out)
         return metrics
@@ -160,10 +165,16 @@ class Quickstart:
         each = [{"max_tokens": self.max_tokens, "seed": seed} | params for seed in seeds]
         return self.infer.generate([task.prompt_text(problem) for problem in asked], each, progress=False)
 
-    def accuracy(self, asked: list[task.Problem], *, temperature: float = 0.0) -> float:
-        """Return the share of right answers, greedy unless a temperature is given."""
-        outputs = self.sample(asked, temperature=temperature, generator=self.generator("accuracy", 0))
+    def accuracy(self, asked: list[task.Problem]) -> float:
+        """Return the share of right greedy answers."""
+        outputs = self.sample(asked, temperature=0.0, generator=self.generator("accuracy", 0))
         return task.accuracy(asked, [output.outputs[0].text for output in outputs])
+
+    def sampled_accuracy(self, asked: list[task.Problem]) -> float:
+        """Return the share of sampled answers that are right, without the chance of samples: by their probability."""
+        batch = task.answer_batch(asked, [task.answer_text(problem) for problem in asked], self.tokenizer)
+        scored = {"loss_mask": batch.pop("labels") != task.IGNORED} | batch
+        return float(self.train.forward_logprobs(scored).sum(1).exp().mean())
 
     def generator(self, purpose: str, index: int) -> torch.Generator:
         """Return a generator that depends only on seed, purpose and index, so that a resumed run draws the same."""
@@ -201,11 +212,35 @@ class Quickstart:
             self.display.note("the run ended before its first checkpoint: starting from the beginning")
 
 
+@contextlib.contextmanager
+def host_threads(config: QuickstartConfig) -> Iterator[None]:
+    """Let torch compute with the threads of ``config`` on the host."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or (1 if config.model is None else before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def with_simulation(config: QuickstartConfig) -> QuickstartConfig:
+    """Return ``config`` with the words for a simulated device; a run that had one keeps them on another device."""
+    device = rlcore.get_device(config.device)
+    simulation = device.simulation()
+    if config.simulation or (simulation is None and device.evidence != "simulated"):
+        return config
+    by = f" by {simulation.name}" if simulation else ""
+    return dataclasses.replace(config, simulation=f"{device.name} is simulated{by}")
+
+
 def run(config: QuickstartConfig) -> int:
     """Do the whole run; return the exit code of ``rlcore quickstart``."""
-    with RunFolder(config) as folder:
+    config = with_simulation(config)
+    with host_threads(config), RunFolder(config) as folder:
         try:
             with Display(steps=config.steps) as display, Interrupt(display.stopping) as interrupt:
+                if config.simulation:
+                    display.note(f"{config.simulation}: nothing here is a measurement of hardware")
                 Quickstart(config, folder, display, interrupt).run()
         except Interrupted:
             print(f"stopped; continue with: {config.resume_command()}", file=sys.stderr)
@@ -216,5 +251,19 @@ def run(config: QuickstartConfig) -> int:
                 print(f"{told}: {config.resume_command()}", file=sys.stderr)
             raise
         folder.draw()
-        print_table("rlcore quickstart", summary(folder))
+        simulated = {"simulated": config.simulation} if config.simulation else {}
+        print_table("rlcore quickstart", simulated | summary(folder))
     return 0
+
+
+def instructive(rewards: Tensor) -> list[int]:
+    """Return up to ``PROMPTS`` problems with right and wrong answers: the others have no advantage, and so no gradient.
+
+    Args:
+        rewards: [problems, samples] float32.
+
+    Returns:
+        Rows of ``rewards``; the first ones where no problem has both.
+    """
+    mixed = [row for row, answers in enumerate(rewards.tolist()) if len(set(answers)) > 1]
+    return (mixed or list(range(len(rewards))))[:PROMPTS]

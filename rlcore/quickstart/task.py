@@ -47,6 +47,9 @@ class Problem:
 def problems(split: Split, *, seed: int) -> list[Problem]:
     """Return the problems of a split; one seed always gives the same ones in the same order.
 
+    Problems with either carry, with both and with none have the same shares in every split and for every seed, so that
+    the teacher is right as often in each.
+
     Args:
         split: "held-out", 512 problems, for the accuracy that is reported; "gate", 512, for deciding when the
             warm-start is done; "train", the other pairs in both orders, about 8,000.
@@ -56,15 +59,24 @@ def problems(split: Split, *, seed: int) -> list[Problem]:
     shuffle = random.Random(seed)
     shuffle.shuffle(pairs)
     turned = [pair if shuffle.random() < 0.5 else Problem(pair.b, pair.a) for pair in pairs]
+    by_carries = sorted(turned, key=_carries)
+    held_out, gate = (
+        {by_carries[i * len(turned) // _SPLIT_SIZE + offset] for i in range(_SPLIT_SIZE)} for offset in (0, 1)
+    )
     match split:
         case "held-out":
-            return turned[:_SPLIT_SIZE]
+            return [pair for pair in turned if pair in held_out]
         case "gate":
-            return turned[_SPLIT_SIZE : 2 * _SPLIT_SIZE]
+            return [pair for pair in turned if pair in gate]
         case "train":
-            rest = turned[2 * _SPLIT_SIZE :]
+            rest = [pair for pair in turned if pair not in held_out | gate]
             return rest + [Problem(pair.b, pair.a) for pair in rest if pair.a != pair.b]
     raise InvalidInputError(f"split must be 'train', 'gate' or 'held-out', got {split!r}")
+
+
+def _carries(problem: Problem) -> tuple[bool, bool]:
+    """Return whether the units have a carry, and whether the sum has three digits."""
+    return problem.a % 10 + problem.b % 10 >= 10, problem.a + problem.b >= 100
 
 
 def draw(source: Sequence[Problem], count: int, generator: torch.Generator) -> list[Problem]:
@@ -149,10 +161,15 @@ def imitation_batch(
         transformers' ``model(labels=...)`` takes them), else ``IGNORED``.
     """
     asked = draw(source, size, generator)
+    return answer_batch(asked, teacher_texts(asked, generator), tokenizer)
+
+
+def answer_batch(asked: Sequence[Problem], texts: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:
+    """Return the prompts with an answer each, as ``imitation_batch`` does."""
     prompts = [prompt_tokens(problem, tokenizer) for problem in asked]
-    answers = [answer_tokens(text, tokenizer) for text in teacher_texts(asked, generator)]
+    answers = [answer_tokens(text, tokenizer) for text in texts]
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    input_ids_NL = torch.zeros(size, longest, dtype=torch.int64)  # token 0 is in every vocabulary
+    input_ids_NL = torch.zeros(len(asked), longest, dtype=torch.int64)  # token 0 is in every vocabulary
     attention_mask_NL = torch.zeros_like(input_ids_NL)
     labels_NL = torch.full_like(input_ids_NL, IGNORED)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

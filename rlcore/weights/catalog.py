@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rlcore._torch_private import persistent_buffers
 from rlcore.weights.adapters import Merged, adapted_layers, adapter_names, base_name
 from rlcore.weights.stored import Conversion, StoredPart, StoredTensor
 from rlcore.weights.view import Adapters, WeightPart, WeightView, seen_in, whole, whole_box
@@ -73,9 +74,8 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, tied ones by each name, and persistent buffers, as ``state_dict()`` without its hooks."""
     yield from module.named_parameters(remove_duplicate=False)
     for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+        for name, buffer in persistent_buffers(part).items():
+            yield f"{path}.{name}" if path else name, buffer
 
 
 def _stored(tensors: dict[str, Tensor], conversion: Conversion | None) -> list[StoredTensor]:

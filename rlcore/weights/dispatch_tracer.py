@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from rlcore import _torch_private
+from rlcore._torch_private import TorchDispatchMode, schema_of, tree_leaves
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Takes an operation, its arguments and keyword arguments, and returns what the caller of the operation gets."""
@@ -43,7 +44,7 @@ class DispatchTracer(_Dispatch, TorchDispatchMode):  # type: ignore[no-untyped-c
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that no other living storage has: whoever remembers it keeps the storage alive."""
-    return int(tensor.untyped_storage()._cdata)
+    return _torch_private.storage_key(tensor.untyped_storage())
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -53,10 +54,11 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that an operation changes in place."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = schema_of(func).arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     changed = [
         named.get(argument.name)
-        for argument in func._schema.arguments
+        for argument in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tensors_in(changed)

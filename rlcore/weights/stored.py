@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from rlcore._torch_private import RESHAPE, schema_of
 from rlcore.weights.dispatch_tracer import DispatchTracer, Handler, storage_key, tensors_in
 from rlcore.weights.view import Box, divided, whole_box
 
@@ -106,7 +107,7 @@ class _ReversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
     def handler(self, func: Any) -> Handler:
         known = {
             _aten.clone.default: self._clone,
-            _aten._unsafe_view.default: self._reshape,
+            RESHAPE: self._reshape,
             _aten.cat.default: self._cat,
         }
         return known.get(func, self._run)
@@ -135,10 +136,10 @@ class _ReversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]
         for result in tensors_in(made):
             self._held.append(result)
             key = storage_key(result)
-            if key not in self._views or func._schema.is_mutable:
+            if key not in self._views or schema_of(func).is_mutable:
                 self._views.discard(key)
                 self._sources[key] = sources
-            if func._schema.is_mutable:
+            if schema_of(func).is_mutable:
                 self._joined.pop(key, None)
         return made
 

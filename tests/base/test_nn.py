@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from rlcore.nn import TrainModule
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from rlcore.nn import TrainModule, errors_named, optimizers_of, safetensors_library, schedulers_of
 from rlcore.weights.view import Adapters, WeightView
 
 
@@ -52,3 +55,28 @@ def test_weights_that_are_parts_of_a_parameter_are_views_of_it_and_others_are_co
     assert module.fused[2, 3, 0] == -1.0, "a view, not a copy"
     shapes = {weight.name: weight.view.shape for weight in module.weight_views()}
     assert all(weights[name].shape == shape for name, shape in shapes.items())
+
+
+def test_optimizers_and_schedulers_are_the_modules_attributes_of_these_kinds() -> None:
+    module = TrainModule()
+    module.layer = nn.Linear(3, 2)
+    module.slow, module.fast = (torch.optim.SGD(module.layer.parameters(), lr=lr) for lr in (0.1, 0.2))
+    module.warmup = torch.optim.lr_scheduler.LinearLR(module.fast)
+    module.others = [module.slow]
+    assert optimizers_of(module) == {"slow": module.slow, "fast": module.fast}
+    assert schedulers_of(module) == {"warmup": module.warmup}
+
+
+def test_an_error_of_another_library_names_the_folder_and_our_own_stays() -> None:
+    text = r"^cannot read the model at a/b: KeyError: 'dtype'; see to its config.json"
+    with pytest.raises(CheckpointError, match=text) as raised, errors_named("a/b"):
+        {}["dtype"]
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(InvalidInputError, match=r"^ours$"), errors_named("a/b"):
+        raise InvalidInputError("ours")
+
+
+def test_without_safetensors_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(MissingDependencyError, match=r"reading model weights needs .*pip install 'rlcore\[hf\]'"):
+        safetensors_library()

@@ -5,11 +5,14 @@ Every plugin here is a real distribution in a folder of its own, found through i
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.base.conftest import site_with_good_plugin
+from tests.base.conftest import Site, site_with_good_plugin
+from tests.warm import run_warm
 
 DEVICE = """
 class Device:
@@ -22,7 +25,7 @@ class Device:
 """
 
 HANGS = "import time; time.sleep(600)"
-PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 6.0
 BRIEF = {"RLCORE_PROBE_TIMEOUT_S": str(PROBE_TIMEOUT_S)}
 """For a probe that hangs beside one that answers at once, and must on a busy machine too."""
 
@@ -36,6 +39,23 @@ def registering(*calls: str) -> str:
 BROKEN = {
     "raises_on_import": ("raise OSError('libacme.so: not found')", "import", "OSError: libacme.so: not found"),
     "exits_on_import": ("import sys; sys.exit('no driver')", "import", "SystemExit: no driver"),
+    "ends_at_import": (
+        "class Stop(BaseException): pass\nraise Stop('at once')",
+        "import",
+        "Stop: at once",
+    ),
+    "unprintable": (
+        "class Silent(OSError):\n    def __str__(self): raise self\n    __repr__ = __str__\nraise Silent",
+        "import",
+        "Silent: <its text cannot be had: Silent>",
+    ),
+    "colours": ("raise OSError('\x1b[31mred\x1b]0;title\x07')", "import", r"OSError: \x1b[31mred\x1b]0;title\x07"),
+    "takes_the_output": (
+        registering("import sys; sys.stdout = sys.stderr = None", "raise RuntimeError('in silence')"),
+        "register",
+        "RuntimeError: in silence",
+    ),
+    "ends_in_hook": (registering("raise GeneratorExit('half way')"), "register", "GeneratorExit: half way"),
     "needs_missing_module": (
         "import acme_runtime",
         "import",
@@ -105,6 +125,8 @@ WRONG_FIELDS = [
     ("loader", "'acme.Device'", "DeviceSpec.loader must be an import path 'package.module:attribute', got"),
     ("vendor", "None", "DeviceSpec.vendor must be a str that is not empty, got None"),
     ("visible_devices_variable", "5", "DeviceSpec.visible_devices_variable must be str or None, got 5"),
+    ("vllm_plugin", "()", "DeviceSpec.vllm_plugin must be str or None, got ()"),
+    ("visible_devices_rise", "1", "DeviceSpec.visible_devices_rise must be True or False, got 1"),
     ("program_limits", "{}", "DeviceSpec.program_limits must be ProgramLimits or None, got {}"),
     ("is_host", "'no'", "DeviceSpec.is_host must be True or False, got 'no'"),
     ("api_version", "'1.0'", "DeviceSpec.api_version must be two numbers such as (1, 0), got '1.0'"),
@@ -310,6 +332,143 @@ def test_a_hanging_probe_is_asked_once_and_waited_for_once(site: Any) -> None:
     assert lines == ["asked", "good:0", "good:0", "good:0", "False False True False False"]  # good, cpu, stuck, ..
     first, later = map(float, seconds.split())
     assert later < PROBE_TIMEOUT_S <= first
+
+
+def test_plugins_that_hang_are_given_up_and_change_nothing_later(tmp_path: Path) -> None:
+    """The second and third one get a tenth of the time, so that many cost little more than one."""
+    site = Site(tmp_path)
+    site.install("in_import", HANGS)
+    for name in ("in_hook", "in_hook_too"):
+        first, late = (f"register(spec('{one}', f'{{__name__}}:Device'))" for one in (name, f"{name}_late"))
+        site.install(name, registering(first, "import threading; threading.rlcore_go.wait(600)", late))
+    result = site.run(
+        """
+        import threading
+        threading.rlcore_go = threading.Event()
+        from rlcore.registry import registry
+        for record in registry().plugins:
+            if record.error:
+                print(record.stage, record.reason)
+        threading.rlcore_go.set()
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and "load" in thread.name:
+                thread.join(1)
+        print(*registry().devices)
+        """,
+        RLCORE_PROBE_TIMEOUT_S="3",
+    )
+    *failed, devices = result.stdout.splitlines()
+    assert sorted(line.split()[0] for line in failed) == ["import", "register", "register"]
+    limits = [line.partition(" ")[2] for line in failed]
+    assert limits == [f"TimeoutError: it did not end within {seconds} s" for seconds in ("3", "0.3", "0.3")]
+    assert devices == "cpu cuda npu"
+
+
+MEET = "import threading; threading.rlcore_meet.wait(60); "
+
+
+def test_probes_and_capabilities_of_plugins_are_asked_side_by_side(site: Any) -> None:
+    for number in range(3):
+        code = registering(f"register(spec('one_{number}', f'{{__name__}}:Device'))")
+        body = f"    def capabilities(self):\n        {MEET}return {{}}\n"
+        site.install(f"one_{number}", code.replace("return Probe(1)", f"{MEET}return Probe(1)") + body)
+    result = site.run(
+        """
+        import threading
+        threading.rlcore_meet = threading.Barrier(3)  # which is passed by three at a time, or fails
+        from rlcore.cli.inventory import kinds
+        print(*(kind.capabilities for kind in kinds() if kind.info.name.startswith("one_")))
+        """,
+        RLCORE_PROBE_TIMEOUT_S="100",
+    )
+    assert result.stdout == "{} {} {}\n", result.stderr
+
+
+def test_a_device_that_ends_the_process_or_hangs_is_told_with_its_error(site: Any) -> None:
+    bodies = {
+        "exits": "def __init__(self, spec, index): raise SystemExit('no licence')",
+        "exits_later": "properties = capabilities = lambda self: (_ for _ in ()).throw(SystemExit('no licence'))",
+        "hangs": f"def __init__(self, spec, index): {HANGS}",
+    }
+    for name, body in bodies.items():
+        site.install(name, registering(f"register(spec('{name}', f'{{__name__}}:Device'))") + f"    {body}\n")
+    result = site.run(
+        f"""
+        from rlcore.cli.inventory import describe, kinds
+        from rlcore.doctor.device_process import device
+        from rlcore.errors import DeviceError
+        told = {{kind.info.name: kind.error for kind in kinds()}}
+        for name in {list(bodies)}:
+            print(told[name])
+            print(device(name).found)
+            try:
+                describe(name)
+            except DeviceError as error:
+                print(error)
+        """,
+        RLCORE_PROBE_TIMEOUT_S="2",
+    )
+    late = "device 'hangs:0' could not be made: TimeoutError: it did not end within 2 s"
+    exits = "device 'exits:0' could not be made: SystemExit: no licence"
+    answer = "capabilities() failed: SystemExit: no licence"
+    described = "device 'exits_later' cannot be described: SystemExit: no licence"
+    lines = result.stdout.splitlines()
+    assert lines[:6] == [exits, exits, exits, answer, answer, described], result.stderr
+    assert lines[6] in (late, "capabilities() failed: TimeoutError: it did not end within 2 s")  # whichever ends first
+    assert lines[7:] == [late, late]
+
+
+OPERATOR = """
+def good(*arguments, **options): ...
+def takes_one(a): ...
+def serves(query): ...
+def raises(query): raise KeyError(1)
+"""
+
+
+def test_operators_of_plugins_are_told_by_the_doctor_and_by_explain(site: Any) -> None:
+    line = 'register("{op}", "{device}", f"{{__name__}}:{fn}", name="{name}", priority=99, when=f"{{__name__}}:{when}")'
+    fields = {"op": "token_logprob", "device": "*", "fn": "good", "name": "good", "when": "serves"}
+    changes: dict[str, dict[str, str]] = {
+        "front": {},
+        "own": {"op": "linear_loss", "device": "npu"},
+        "typo": {"op": "linear_los"},
+        "sick": {"op": "gae", "when": "raises"},
+        "args": {"op": "linear_logprob", "fn": "takes_one"},
+    }
+    for name, change in changes.items():
+        hook = f"@hookimpl\ndef rlcore_register_ops(register):\n    {line.format(**fields | change)}\n"
+        site.install(name, f"{OPERATOR}{hook}")
+    code = "from rlcore.doctor.operators import operators as o; v = o(); print(v.status, v.found, v.fix, sep='\\n')"
+    status, found, fix = site.run(code).stdout.splitlines()
+    assert status == "FAIL"
+    assert (
+        "the predicate acme_sick:raises of implementation 'good' of gae failed: KeyError: 1. Fix plugin 'sick'" in found
+    )
+    assert "implementation 'good' of linear_logprob takes (a), and is called with (" in found
+    assert "plugin 'typo' implements 'linear_los', which nothing built in calls; did you mean 'linear_loss'?" in found
+    before = "before the built-in triton, chunked, reference"
+    assert f"'good' of plugin 'front' goes {before} of token_logprob on every device" in found
+    assert fix == "update or leave out: RLCORE_DISABLE_PLUGINS=args,front,own,sick,typo"
+    explain = ["-m", "rlcore", "ops", "explain", "token_logprob", "--device", "cpu"]
+    env = {"PYTHONPATH": str(site.folder), "CUDA_VISIBLE_DEVICES": ""}
+    assert f"runs, by plugin 'front', {before}" in run_warm(explain, env=env).stdout
+    told = json.loads(run_warm([*explain, "--json"], env=env).stdout)
+    assert (told["plugin"], told["outranks"]) == ("front", ["triton", "chunked", "reference"])
+
+
+def test_json_is_all_on_the_output_whatever_a_plugin_prints(site: Any) -> None:
+    """By Python, below it, at each moment, at the end, and with the output taken away."""
+    loud = "import os, sys; print('python'); os.write(1, b'descriptor')"
+    body = registering(f"{loud}", "register(spec('loud', f'{__name__}:Device'))")
+    body = body.replace("return Probe(1)", f"{loud}; sys.stdout = None; return Probe(1)")
+    code = f"{loud}; import atexit; atexit.register(lambda: os.write(1, b'at exit'))\n{body}"
+    site.install("loud", code + f"    def capabilities(self):\n        {loud}\n        return {{}}\n")
+    env = {"PYTHONPATH": str(site.folder), "CUDA_VISIBLE_DEVICES": ""}
+    result = run_warm(["-m", "rlcore", "devices", "--json"], env=env)
+    assert result.returncode == 0, result.stderr
+    assert "loud" in [kind["name"] for kind in json.loads(result.stdout)["devices"]]
+    assert (result.stderr.count("descriptor"), result.stderr.count("at exit")) == (5, 1)
 
 
 @pytest.mark.slow

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from rlcore.process.endings import crash_report, how_it_ended
+from rlcore.process.endings import CONNECTION_LOST, crash_report, how_it_ended
 from rlcore.process.framing import read_message, write_message
+from rlcore.process.memory_kills import MemoryKills
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
 from rlcore.process.socket_address import socket_address
@@ -102,6 +106,11 @@ def test_the_exit_code_of_a_child_is_returned() -> None:
         (-11, "was killed by SIGSEGV"),
         (-9, "was killed by SIGKILL (sent by somebody, or by the kernel for want of memory)"),
         (-50, "was killed by signal 50"),
+        (
+            CONNECTION_LOST,
+            "ended with exit code 89, which says that it lost the connection to its parent (something in it may have "
+            "closed file descriptors that are not its own; what it printed says more)",
+        ),
     ],
 )
 def test_the_end_of_a_process_is_said_in_words(code: int, words: str) -> None:
@@ -127,3 +136,63 @@ def test_a_socket_in_a_deep_folder_is_listened_at_and_connected_to(tmp_path: Pat
                 other.connect(address)
     with pytest.raises(FileNotFoundError), socket_address(folder / "none" / "s"):
         pass
+
+
+# -------------------------------------------------------------------------------------------- kills for memory
+
+
+def write_counts(root: Path, version: int, own: int | None, machine: int | None, limit: str = "1000") -> None:
+    """Files like the kernel's, for a process in the group "/pod/box"."""
+    (root / "membership").write_text("0::/pod/box\n" if version == 2 else "4:memory:/pod/box\n0::/\n")
+    group = root / "pod" / "box" if version == 2 else root / "memory" / "pod" / "box"
+    group.mkdir(parents=True, exist_ok=True)
+    counter, limit_file = ("memory.events", "max") if version == 2 else ("memory.oom_control", "limit_in_bytes")
+    (group / f"memory.{limit_file}").write_text(f"{limit}\n")
+    if own is not None:
+        (group / counter).write_text(f"under_oom 0\noom_kill {own}\n")
+    if machine is not None:
+        (root / "vmstat").write_text(f"pgfault 7\noom_kill {machine}\n")
+
+
+NO_LIMIT_V1 = str((1 << 63) - 4096)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            (1, 1),
+            (2, 2),
+            r"by the kernel for want of memory: the control group .*/pod/box, whose limit is 1000 bytes, counts 1 such "
+            "kill since the process began",
+        ),
+        ((0, 0), (2, 2), r"the control group .*/pod/box, whose limit is 1000 bytes, counts 2 such kills since"),
+        ((1, 1), (1, 2), "by the kernel for want of memory, perhaps: this machine counts 1 such kill since"),
+        ((1, 1), (1, 1), "^sent by somebody: the kernel has counted no kill for want of memory since"),
+        ((None, 1), (None, 1), "^sent by somebody: the kernel has counted no kill"),
+        ((None, None), (None, None), "^sent by somebody, or by the kernel for want of memory$"),
+    ],
+)
+def test_a_kill_for_want_of_memory_is_told_from_others(
+    tmp_path: Path, version: int, before: tuple[Any, Any], after: tuple[Any, Any], text: str
+) -> None:
+    write_counts(tmp_path, version, *before)
+    kills = MemoryKills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
+    write_counts(tmp_path, version, *after)
+    assert re.search(text, kills.explanation())
+
+
+@pytest.mark.parametrize(("version", "limit"), [(1, NO_LIMIT_V1), (2, "max")])
+def test_a_group_without_a_limit_counts_too(tmp_path: Path, version: int, limit: str) -> None:
+    write_counts(tmp_path, version, 0, 0, limit)
+    kills = MemoryKills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
+    write_counts(tmp_path, version, 1, 1, limit)
+    assert re.search(r"the control group .*/pod/box counts 1 such kill since the process", kills.explanation())
+
+
+def test_counts_of_a_group_that_has_gone_are_no_error(tmp_path: Path) -> None:
+    write_counts(tmp_path, 2, 1, None)
+    kills = MemoryKills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
+    shutil.rmtree(tmp_path / "pod")
+    assert kills.explanation().startswith("sent by somebody")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import tempfile
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def test_defaults() -> None:
 def test_cache_is_under_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert Settings.from_env({}).cache == Path("/home/someone/.cache/rlcore")
+
+
+def test_a_user_without_a_home_folder_has_a_cache_in_the_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``env -i`` in a container that runs under a number without an entry in /etc/passwd."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert Settings.from_env({}).cache == Path(tempfile.gettempdir(), f"rlcore-cache-{os.getuid()}")
+    assert Settings.from_env({"XDG_CACHE_HOME": "/somewhere"}).cache == Path("/somewhere/rlcore")
+    assert Settings.from_env({"RLCORE_CACHE": "/cache"}).cache == Path("/cache")
 
 
 def test_every_variable_is_read() -> None:

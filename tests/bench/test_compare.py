@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 from typer.testing import CliRunner
 
-from rlcore.bench.compare import compare, parse_prices, run_names
+from rlcore.bench.compare import compare, difference, parse_prices, run_names
 from rlcore.bench.record import CaseResult, Metric, Record, Telemetry, read, write
-from rlcore.bench.statistics import difference
-from rlcore.cli import bench_output
+from rlcore.bench.tables import noise_told
 from rlcore.cli.bench import bench
 from rlcore.errors import InvalidInputError
 
@@ -71,12 +71,29 @@ def test_planted_slowdown_is_found_with_30_samples(slowdown: float, drift: float
     assert sum(one.is_significant and one.low <= slowdown <= one.high for one in found) >= 90
 
 
+def test_the_interval_is_that_of_99_percent() -> None:
+    """With few rounds, of which none resembles the one before it: Student's interval of the means' difference."""
+    logs = np.array([0.0, 0.02, 0.0, 0.02, 0.0]), np.array([0.11, 0.10, 0.11, 0.10, 0.11])
+    sides = []
+    for each in logs:
+        metrics = [Metric(name="time", unit="s", samples=np.exp(each).repeat(4).tolist())]
+        case = CaseResult(name="a", implementation="x", status="pass", params={}, metrics=metrics, rounds=[4] * 5)
+        sides.append(case)
+    found = difference(*sides)
+    low, high = ttest_ind(*reversed(logs)).confidence_interval(0.99)
+    assert math.log(found.high / found.low) == pytest.approx(high - low)
+
+
 def test_whole_runs_on_a_host_differ_though_their_rounds_agree() -> None:
     generator = np.random.default_rng(25)
     a, shifted = (timed("a", generator, drift=0.002, median=0.01 * factor) for factor in (1.0, 1.045))
     assert not difference(a, shifted).is_significant
     assert difference(by_device(a), by_device(shifted)).is_significant
     assert 0.05 <= difference(a, shifted).noise < 0.06
+    a, shifted = (timed("a", generator, drift=0.002, median=0.01 * factor) for factor in (1.0, 1.12))
+    busy = msgspec.structs.replace(a, marks=["shared: others used the host's processors"])
+    assert difference(a, shifted).is_significant and not difference(busy, shifted).is_significant
+    assert 0.15 <= difference(busy, shifted).noise < 0.16
 
 
 def test_many_samples_of_one_process_do_not_outvote_noise_between_processes() -> None:
@@ -221,7 +238,7 @@ def test_a_single_sample_says_nothing() -> None:
     found = difference(one, ten)
     assert (found.ratio, found.is_significant, found.can_tell) == (10.0, False, False)
     (row,) = compared(record(one), record(ten)).rows
-    assert (row.verdict, row.is_regression) == ("too few samples", False)
+    assert (row.verdict, row.reason, row.is_regression) == ("cannot tell", "too few samples", False)
 
 
 @pytest.mark.parametrize(("n", "can_tell"), [(1, False), (3, False), (4, False), (5, True), (30, True)])
@@ -258,7 +275,7 @@ def test_clock_is_the_devices_own_and_on_a_shared_host_that_of_its_processors(
     ("share", "shown"), [(0.0123, "1.2%"), (1.0, "100.0%"), (41.8, "over 100%"), (math.inf, "unknown")]
 )
 def test_noise_is_shown_as_far_as_it_says_something(share: float, shown: str) -> None:
-    assert bench_output._noise(share) == shown
+    assert noise_told(share) == shown
 
 
 def test_clock_that_does_not_tell_of_every_sample_is_not_compared() -> None:
@@ -295,23 +312,77 @@ def test_rows_have_verdicts_and_only_the_slower_is_a_regression() -> None:
     assert found.geometric_mean == pytest.approx((1.3 * 0.7) ** (1 / 3), rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("shares", "verdict"), [((0.4, 0.8), "not comparable"), ((0.4, 0.5), "slower"), ((None, 0.1), "slower")]
-)
-def test_a_host_that_others_left_less_of_is_no_regression(shares: tuple[float | None, float], verdict: str) -> None:
+@pytest.mark.parametrize("factor", [2.0, 1.0])
+@pytest.mark.parametrize("shares", [(0.4, 0.8), (0.4, 0.5), (None, 0.1)])
+def test_a_host_that_others_left_less_of_makes_no_regression_and_hides_none(
+    shares: tuple[float | None, float], factor: float
+) -> None:
     generator = np.random.default_rng(13)
     a, b = (
         msgspec.structs.replace(timed("a", generator, median=median), telemetry=Telemetry(host_share_of_others=share))
-        for median, share in zip((0.01, 0.02), shares, strict=True)
+        for median, share in zip((0.01, 0.01 * factor), shares, strict=True)
     )
     found = compared(record(a), record(b))
     (row,) = found.rows
-    assert (row.verdict, row.is_regression) == (verdict, verdict == "slower")
-    if verdict == "not comparable":
+    told = "slower" if factor > 1 else "about equal"
+    assert row.verdict == ("cannot tell" if shares == (0.4, 0.8) else told)
+    assert row.is_regression == (row.verdict == "slower")
+    if shares == (0.4, 0.8):
         assert row.reason == "others used 40% of the host's processors, and then 80%"
-        assert row.difference is not None and found.geometric_mean is None
-    clocks = [with_clock(one, "device_time", [], median) for one, median in ((a, 0.01), (b, 0.02))]
-    assert compared(*map(record, clocks)).rows[0].verdict == "slower"  # a device does not mind
+        assert row.difference is not None and found.geometric_mean is None and found.compared == []
+    clocks = [with_clock(one, "device_time", [], 0.01 * by) for one, by in ((a, 1.0), (b, factor))]
+    assert compared(*map(record, clocks)).rows[0].verdict == told  # a device does not mind
+    pair = in_turns(generator, slowdown=factor - 1, walk=0.05)
+    turns = [msgspec.structs.replace(side, telemetry=one.telemetry) for side, one in zip(pair, (a, b), strict=True)]
+    (row,) = compared(*map(record, turns)).rows
+    assert row.difference.turns and row.verdict == told, "what one met, both met"
+
+
+def on_host(
+    generator: np.random.Generator, *, is_busy: bool, median: float, name: str, rounds: int = 3, n: int = 5
+) -> CaseResult:
+    """A run by the processors' clock: neighbours came for some rounds, or stayed for all of them."""
+    drift, lasting, scatter = (0.10, 0.05, 0.05) if is_busy else (0.01, 0.015, 0.01)
+    centres = generator.normal(0, lasting) + generator.normal(0, drift, rounds)
+    samples = (median * np.exp(centres[:, None] + generator.normal(0, scatter, (rounds, n)))).flatten().tolist()
+    metrics = [Metric(name=clock, unit="s", samples=samples) for clock in ("time", "processor_time")]
+    marks = ["shared: others used the host's processors"] * is_busy
+    return CaseResult(
+        name=name, implementation="x", status="pass", params={}, metrics=metrics, rounds=[n] * rounds, marks=marks
+    )
+
+
+@pytest.mark.parametrize(("is_busy", "rounds"), [(False, 3), (True, 3), (True, 1)])
+def test_planted_30_percent_are_found_in_20_of_20_and_on_a_busy_host_that_or_cannot_be_told(
+    is_busy: bool, rounds: int
+) -> None:
+    generator = np.random.default_rng(41)
+    verdicts: dict[str, list[str]] = {"planted": [], "same": [], "also": []}
+    for _ in range(20):
+        a, b = (
+            record(*(
+                on_host(generator, is_busy=is_busy, median=factor if name == "planted" else 1.0, name=name,
+                        rounds=rounds, n=15 // rounds)
+                for name in verdicts
+            ))
+            for factor in (1.0, 1.3)
+        )  # fmt: skip
+        for row in compared(a, b).rows:
+            verdicts[row.case].append(row.verdict)
+    undecided = {"cannot tell"} if is_busy else set()
+    assert set(verdicts["planted"]) <= {"slower"} | undecided
+    assert {*verdicts["same"], *verdicts["also"]} <= {"about equal"} | undecided
+
+
+def test_mean_of_the_ratios_is_of_those_that_are_more_than_chance() -> None:
+    generator = np.random.default_rng(42)
+    a, b = (
+        record(timed("steady", generator), timed("wild", generator, drift=0.5, median=median))
+        for median in (0.01, 0.02)
+    )
+    found = compared(a, b)
+    assert [row.verdict for row in found.rows] == ["about equal", "cannot tell"]
+    assert found.geometric_mean == pytest.approx(1.0, abs=0.05)
 
 
 def test_what_has_no_number_says_why_and_what_broke_is_a_regression() -> None:

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rlcore.bench import device_clock, trial
+from rlcore.bench import device_clock, measure
 from rlcore.bench.case import Case, Contender, Work, load_cases
 from rlcore.bench.device_clock import Flush
-from rlcore.bench.measure import run_case
+from rlcore.bench.measure import Sampling, run_case
 from rlcore.bench.record import CaseResult
-from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats
 
@@ -87,7 +86,8 @@ class Queue:
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     queue = Queue()
     monkeypatch.setattr(Flush, "__call__", lambda self: queue.queue("flush", FLUSH_S))
-    monkeypatch.setattr(trial, "time", types.SimpleNamespace(perf_counter=queue.now_s, process_time=time.process_time))
+    clock = types.SimpleNamespace(perf_counter=queue.now_s, process_time=time.process_time, time=time.time)
+    monkeypatch.setattr(measure, "time", clock)
     return queue
 
 
@@ -185,7 +185,7 @@ def test_sample_in_which_the_host_was_late_is_taken_again(queue: Queue) -> None:
 
 
 def test_what_uses_no_device_is_timed_by_the_hosts_clock_alone(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "time", time)
+    monkeypatch.setattr(measure, "time", time)
     found = []
     result = measured(queue, lambda: found.append(queue.num_synchronized), "host")
     on_host = measured(get_device("cpu"), lambda: None, "device")

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.bench.case import Case
-from rlcore.bench.estimate import Durations, TimeLimit
 from rlcore.bench.record import CaseResult, Metric
-from rlcore.bench.run import PLANS, BenchRun
+from rlcore.bench.run import PLANS, BenchRun, Durations, TimeLimit
 from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 

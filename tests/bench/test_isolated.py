@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 from faulty_cases import CASES, GROUP, HANGS_S, SLEEP_S
+from once import ONCE
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.isolated import Isolated
+from rlcore.bench.measure import Sampling
 from rlcore.bench.record import read
 from rlcore.bench.run import BenchRun
-from rlcore.bench.trial import Sampling
 from rlcore.errors import BenchError
 
-ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 COMMAND = (sys.executable, str(Path(__file__).with_name("faulty_cases.py")))
 
 
@@ -105,32 +105,11 @@ def test_later_rounds_add_samples_and_a_failure_takes_them_away(isolated: Isolat
     ]
 
 
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """The folder of a control group with 64 MiB of memory."""
-    root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"  # version 1
-    if not root.is_dir():
-        root, limit = Path("/sys/fs/cgroup"), "memory.max"
-    folder = root / f"rlcore-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"needs the right to make a control group (root has it): {error}")
-    try:
-        try:
-            (folder / limit).write_text(str(64 << 20))
-        except OSError as error:
-            pytest.skip(f"needs a control group whose memory can be limited: {error}")
-        yield folder
-    finally:
-        folder.rmdir()
-
-
 @pytest.mark.slow
 def test_kill_by_the_system_for_want_of_memory_is_oom_and_the_run_goes_on(
-    group: Path, monkeypatch: pytest.MonkeyPatch
+    limited_group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(GROUP, str(group))
+    monkeypatch.setenv(GROUP, str(limited_group))
     with Isolated("cpu", COMMAND) as isolated:
         (result,) = isolated.run_case(CASES["faulty/hungry"], ONCE)
         assert (result.status, result.reason) == ("oom", "the system ended its process for want of memory")

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from once import ONCE, run_once
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.cases import attention, collectives, copies, memory, product, reinforcement
-from rlcore.bench.cases.collectives import _expected, _RankTimes, bus_factor
+from rlcore.bench.cases import attention, collectives, memory, product, reinforcement
+from rlcore.bench.cases.collectives import _expected, bus_factor
 from rlcore.bench.measure import run_case
 from rlcore.bench.record import CaseResult
-from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
-
-ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +31,12 @@ def _small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
     yield
 
 
-def run(name: str) -> list[CaseResult]:
-    return run_case(load_cases()[name], get_device("cpu"), ONCE)
-
-
 def metrics(result: CaseResult) -> dict[str, float]:
     return {metric.name: metric.samples[-1] for metric in result.metrics}
 
 
 def passed(name: str) -> list[CaseResult]:
-    results = run(name)
+    results = run_once(name)
     assert [(result.status, result.reason) for result in results] == [("pass", "")] * len(results)
     return results
 
@@ -76,7 +70,7 @@ def test_products_are_measured_by_size_and_dtype_and_a_wrong_one_is_refused() ->
 
 def test_products_that_would_take_minutes_are_said_to_be_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "_rate", lambda device, smallest: 1.5e5 if smallest.dtype == torch.float16 else 1e12)
-    results = run("product/sweep")
+    results = run_once("product/sweep")
     assert [result.status for result in results] == ["pass", "pass", "blocked", "blocked", "pass", "pass"]
     assert results[3].reason.endswith(
         "a product of 524,288 operations in float16 here is not supported: at the 0.0 GFLOP/s of the smallest one it "
@@ -93,8 +87,8 @@ def test_sustained_product_gives_the_first_and_the_last_window() -> None:
 def test_windows_of_a_device_that_slows_down() -> None:
     ends = [0.1 * n for n in range(1, 101)] + [10 + 0.2 * n for n in range(1, 101)]
     done = product._sustained(ends, flops=10)
-    assert done.first == pytest.approx(10 / 0.1)
-    assert done.last == pytest.approx(10 / 0.2)
+    assert done.quantities["first_window"].value == pytest.approx(10 / 0.1)
+    assert done.quantities["last_window"].value == pytest.approx(10 / 0.2)
     assert 0.1 <= done.seconds <= 0.2
 
 
@@ -110,7 +104,7 @@ def test_bandwidth_counts_the_bytes_of_each_way_and_refuses_what_was_not_written
 
 @pytest.mark.parametrize("name", ["copies/to_device", "copies/to_host", "copies/both_ways", "copies/peers"])
 def test_copies_are_blocked_on_a_host_with_the_reason(name: str) -> None:
-    (result,) = run(name)
+    (result,) = run_once(name)
     assert (result.status, result.metrics) == ("blocked", [])
     assert result.reason.endswith("the device is the host itself")
 
@@ -118,9 +112,29 @@ def test_copies_are_blocked_on_a_host_with_the_reason(name: str) -> None:
 def test_copy_that_does_nothing_is_refused() -> None:
     """The target holds the pattern from the run before: the check must not be content with that."""
     pattern, target = torch.arange(8), torch.arange(8)
-    copies._check_again(lambda: target.copy_(pattern), [target], pattern, get_device("cpu"))
+    memory._check_again(lambda: target.copy_(pattern), [target], pattern, get_device("cpu"))
     with pytest.raises(AssertionError, match=r"^other bytes arrived$"):
-        copies._check_again(lambda: None, [target], pattern, get_device("cpu"))
+        memory._check_again(lambda: None, [target], pattern, get_device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["alloc", "to_device", "to_host", "batch_to_device", "batch_to_host"])
+def test_host_memory_passes_on_a_host_and_a_copy_that_does_nothing_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "_NUM_TENSORS", 5)
+    results = passed(f"host_memory/{name}")
+    assert [result.limits for result in results if name != "alloc"] == [
+        {"memory": 2 * int(result.params["bytes"])} for result in results if name != "alloc"
+    ]
+    if not name.startswith("to_"):
+        return
+    for contender in load_cases()[f"host_memory/{name}"].prepare(get_device("cpu")).contenders:
+        contender.check(contender.run())
+        with monkeypatch.context() as idle:
+            idle.setattr(torch.Tensor, "copy_", lambda self, source, non_blocking=False: self)
+            with pytest.raises(AssertionError, match=r"^other bytes arrived$"):
+                contender.check(contender.run())
 
 
 class TwoHosts:
@@ -135,8 +149,8 @@ class TwoHosts:
 def test_peer_matrix_has_each_pair_one_way_and_both_ways_and_a_missing_copy_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copies, "_PAIR_BYTES", 1 << 12)
-    (contender,) = copies._prepare_peers(TwoHosts()).contenders
+    monkeypatch.setattr(memory, "_PAIR_BYTES", 1 << 12)
+    (contender,) = memory._prepare_peers(TwoHosts()).contenders
     rates = contender.run()
     assert {name: quantity.unit for name, quantity in rates.items()} == dict.fromkeys(
         ("0_to_1", "1_to_0", "0_and_1"), "B/s"
@@ -150,14 +164,14 @@ def test_peer_matrix_has_each_pair_one_way_and_both_ways_and_a_missing_copy_is_r
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["copies/to_device", "copies/to_host", "copies/both_ways"])
 def test_copies_pass_on_a_gpu(name: str) -> None:
-    results = run_case(load_cases()[name], get_device("cuda"), ONCE)
+    results = run_once(name, "cuda")
     assert {result.status for result in results} == {"pass"}, results
 
 
 @pytest.mark.multigpu
 def test_peers_and_collectives_pass_on_gpus() -> None:
     for name in ("copies/peers", "collectives/all_reduce"):
-        results = run_case(load_cases()[name], get_device("cuda"), ONCE)
+        results = run_once(name, "cuda")
         assert {result.status for result in results} == {"pass"}, results
 
 
@@ -178,7 +192,7 @@ def test_attention_passes_and_a_wrong_one_is_refused(name: str) -> None:
 def test_collective_passes_over_gloo(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = load_cases()[f"collectives/{op}"]
     monkeypatch.setattr(collectives, "_SMALL", (8, 4096))
-    prepare = collectives._case(op).prepare  # type: ignore[arg-type]
+    prepare = collectives._case(op, is_large=False).prepare  # type: ignore[arg-type]
     results = run_case(dataclasses.replace(case, prepare=prepare), get_device("cpu"), ONCE)
     assert [(result.status, result.reason, result.implementation) for result in results] == [("pass", "", "gloo")] * 2
     found = metrics(results[1])
@@ -203,11 +217,11 @@ def test_expected_results_are_those_of_ranks_that_hold_one_two_three() -> None:
 
 
 def test_wrong_collective_is_refused_and_the_slowest_rank_counts() -> None:
-    done = [_RankTimes([0.1, 0.2], is_right=True), _RankTimes([0.3, 0.1], is_right=False)]
+    done = collectives._measured(1000, 0.5, [[0.1, 0.2], [0.3, 0.1]], [True, False])
     with pytest.raises(AssertionError, match=r"^a wrong result arrived at rank \[1\]$"):
-        collectives._check(done)
-    assert collectives._slowest(done) == [0.3, 0.2]
-    assert collectives._quantities(1000, 0.5, done)["bus_bandwidth"].value == pytest.approx(1000 * 0.5 / 0.25)
+        collectives._check(done.result)
+    assert done.seconds == pytest.approx(0.25)  # of 0.3 and 0.2
+    assert done.quantities["bus_bandwidth"].value == pytest.approx(1000 * 0.5 / 0.25)
 
 
 # -------------------------------------------------------------------------------------------------- engines

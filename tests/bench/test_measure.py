@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.bench import trial
+from rlcore.bench import measure
 from rlcore.bench.case import Case, Contender, Quantity, Work
-from rlcore.bench.measure import run_case
+from rlcore.bench.measure import Sampling, run_case
 from rlcore.bench.record import CaseResult
-from rlcore.bench.trial import Sampling
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats
@@ -74,8 +73,10 @@ def test_result_keeps_raw_samples_and_says_what_ran() -> None:
 def spend(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Seconds pass by this alone: what else the machine does takes none."""
     passed = [0.0]
-    clock = types.SimpleNamespace(perf_counter=lambda: math.fsum(passed), process_time=time.process_time)
-    monkeypatch.setattr(trial, "time", clock)
+    clock = types.SimpleNamespace(
+        perf_counter=lambda: math.fsum(passed), process_time=time.process_time, time=time.time
+    )
+    monkeypatch.setattr(measure, "time", clock)
     return passed.append
 
 

@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from once import run_once
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import offload
-from rlcore.bench.measure import run_case
-from rlcore.bench.trial import Sampling
 from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.registry import get_device
 
-ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 CONTENDERS = {
     "offload/cycle": ["arena"],
     "offload/first": ["arena", "arena_reserved", "torch_pin_memory"],
@@ -36,7 +34,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in CONTENDERS]
 )
 def test_offload_case_passes_and_gives_shares_of_the_link(name: str) -> None:
-    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
+    results = run_once(name)
     assert [(result.implementation, result.status, result.reason) for result in results] == [
         (contender, "pass", "") for contender in CONTENDERS[name]
     ]

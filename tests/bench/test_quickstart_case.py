@@ -60,7 +60,7 @@ def test_run_that_learned_passes_and_is_no_control() -> None:
 
 def test_run_that_did_not_learn_is_refused_and_is_a_control() -> None:
     case.check_learned_nothing(a_run(after=0.34))
-    with pytest.raises(AssertionError, match=r"^held-out accuracy is 89\.9%, less than 90%$"):
+    with pytest.raises(AssertionError, match=r"^held-out accuracy is 89\.9%, less than 95%$"):
         case.check_learned(a_run(after=0.899))
 
 
@@ -69,7 +69,7 @@ def test_run_that_did_not_learn_is_refused_and_is_a_control() -> None:
     ("break_it", "message"),
     [
         (lambda steps: steps.pop(17), "^steps are missing$"),
-        (lambda steps: steps[40].update(parity=2e-4), r"differ by 2\.00e-04$"),
+        (lambda steps: steps[40].update(parity=6e-4), r"differ by 6\.00e-04$"),
         (lambda steps: [one.update(parity=0.0) for one in steps], r"differ by 0\.00e\+00$"),
         (lambda steps: steps[40].update(parity=float("inf")), "differ by inf$"),
     ],

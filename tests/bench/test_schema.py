@@ -10,8 +10,7 @@ import jsonschema
 import pytest
 
 from rlcore.bench import record as record_module
-from rlcore.bench.locate import line_of
-from rlcore.bench.record import json_schema, read
+from rlcore.bench.record import json_schema, line_of, read
 from rlcore.errors import BenchError
 
 SHIPPED = Path(record_module.__file__).with_name("record.schema.json")

@@ -10,10 +10,9 @@ import pytest
 
 from rlcore.bench import telemetry as module
 from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.measure import run_case
+from rlcore.bench.measure import Sampling, run_case
 from rlcore.bench.record import Readings, Telemetry
 from rlcore.bench.telemetry import Monitor, joined, marks
-from rlcore.bench.trial import Sampling
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
 

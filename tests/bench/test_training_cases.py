@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from once import run_once
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.measure import run_case
-from rlcore.bench.trial import Sampling
 from rlcore.registry import get_device
 
 pytest.importorskip("transformers")
 
 trainer_offload = pytest.importorskip("rlcore.bench.cases.trainer_offload")
 training = pytest.importorskip("rlcore.bench.cases.training")
-
-ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=1)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +36,7 @@ SLOW = ("offload/trainer", "offload/training", "train/materialize")
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONTENDERS])
 def test_case_passes_on_a_host(name: str) -> None:
-    results = run_case(load_cases()[name], get_device("cpu"), ONCE)
+    results = run_once(name)
     assert [(one.implementation, one.params.get("lengths"), one.status, one.reason) for one in results] == [
         (contender, lengths, "pass", "") for contender, lengths in CONTENDERS[name]
     ]
@@ -69,9 +66,10 @@ def test_a_model_that_is_read_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch
     materialize = pytest.importorskip("rlcore.bench.cases.materialize")
     work = load_cases()["train/materialize"].prepare(get_device("cpu"))
     try:
-        found, sums = work.contenders[0].run()
+        done = work.contenders[0].run()
+        sums, grown = done.result
         with pytest.raises(AssertionError, match="a parameter sums up to"):
-            work.contenders[0].check((found, [sums[0] + 1, *sums[1:]]))
+            work.contenders[0].check(done._replace(result=([sums[0] + 1, *sums[1:]], grown)))
     finally:
         work.close()
     assert materialize._NUM_RUNS > 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlcore.bench.cases import weight_sync
-from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
+from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.registry import get_device
 
-TINY = ModelSizes(vocab=24, hidden=8, inner=6, q=8, kv=4, layers=1, experts=2)
+TINY = ModelShape("tiny", hidden=8, inner=6, layers=1, heads=2, kv_heads=1, vocabulary=24, head_size=4, experts=2)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_each_way_brings_the_new_values_to_the_other_process() -> None:
-    work = weight_sync._prepare(TINY._replace(experts=0), get_device("cpu"))
+    work = weight_sync._prepare(replace(TINY, experts=0), get_device("cpu"))
     ways = {contender.implementation: contender for contender in work.contenders}
     assert list(ways) == ["plain_copy", "packed", "direct", "per_tensor"]
     for name in ("plain_copy", "packed", "per_tensor"):
@@ -48,8 +49,8 @@ def test_experts_are_named_one_by_one_and_planned_as_one() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("sizes", "names", "gigabytes"), [(QWEN2_7B, 226, 15.2), (QWEN3_30B_A3B, 18674, 61.0)])
-def test_the_shapes_are_those_of_the_models(sizes: ModelSizes, names: int, gigabytes: float) -> None:
+@pytest.mark.parametrize(("sizes", "names", "gigabytes"), [(QWEN_7B, 226, 15.2), (QWEN_30B_A3B, 18674, 61.0)])
+def test_the_shapes_are_those_of_the_models(sizes: ModelShape, names: int, gigabytes: float) -> None:
     with torch.device("meta"):
         trainer = weight_sync._Trainer(sizes)
     assert sum(1 for _ in trainer.weight_views()) == names

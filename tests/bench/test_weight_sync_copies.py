@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from once import run_once
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import weight_sync_copies
-from rlcore.bench.cases.model_sizes import QWEN2_7B, QWEN3_30B_A3B, ModelSizes
-from rlcore.bench.measure import run_case
-from rlcore.bench.trial import Sampling
+from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.kernels.strided_copy.op import ViewCopies
 from rlcore.registry import get_device
 
@@ -25,8 +24,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_case_passes_beside_a_plain_copy(name: str) -> None:
-    sampling = Sampling(min_samples=1, max_samples=1, max_warmup=1)
-    results = run_case(load_cases()[name], get_device("cpu"), sampling)
+    results = run_once(name)
     assert [(result.implementation, result.status, result.reason) for result in results] == [
         ("views", "pass", ""),
         ("device_copy", "pass", ""),
@@ -51,7 +49,7 @@ def test_case_refuses_pieces_that_did_not_arrive(name: str, monkeypatch: pytest.
 
 def test_check_finds_what_was_not_written_and_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync_copies, "_CHECKED_AT_ONCE", 1000)
-    sync = weight_sync_copies._CopyProblem(get_device("cpu"), weight_sync_copies._for_host(QWEN2_7B), torch.bfloat16, 1)
+    sync = weight_sync_copies._CopyProblem(get_device("cpu"), weight_sync_copies._for_host(QWEN_7B), torch.bfloat16, 1)
     copies = ViewCopies(sync.pieces, sync.sources, [sync.engine])
     assert 0 < _largest_taken(lambda: sync.check(copies.run)) < sync.engine.numel() // 2
 
@@ -71,8 +69,8 @@ def _largest_taken(run: Callable[[], None]) -> int:
     return max(event.cpu_memory_usage for event in profiler.events())
 
 
-@pytest.mark.parametrize(("model", "names"), [(QWEN2_7B, 254), (QWEN3_30B_A3B, 18722)])
-def test_the_shapes_are_those_of_the_models(model: ModelSizes, names: int) -> None:
+@pytest.mark.parametrize(("model", "names"), [(QWEN_7B, 254), (QWEN_30B_A3B, 18722)])
+def test_the_shapes_are_those_of_the_models(model: ModelShape, names: int) -> None:
     moves = list(weight_sync_copies._moves(model, 1))
     assert len(moves) == names  # without norms of heads, biases and routers
     numel = sum(move.rows * move.kept for move in moves)

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from rlcore.bench.case import Case, Work, load_cases
+from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.bench.cases.peers import vllm as weight_sync_vllm
-from rlcore.bench.cases.peers import vllm_pair, vllm_ways, vllm_worker
-from rlcore.bench.cases.peers.vllm_pair import QWEN_7B, QWEN_30B_A3B, Layout, ModelShape
+from rlcore.bench.cases.peers import vllm_pair, vllm_worker
+from rlcore.bench.cases.peers.vllm_pair import Layout
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
@@ -186,5 +187,5 @@ def test_steps_of_a_sync_keep_their_names_in_records() -> None:
         version=1, route="packed", moved_bytes=1, needed_bytes=1, fallback_bytes=0, handles_opened=0, seconds=1.0,
         calls_s=calls_s,
     )  # fmt: skip
-    found = {name: one.value for name, one in vllm_ways._parts(report).items() if name.startswith("call_")}
+    found = {name: one.value for name, one in weight_sync_vllm._parts(report).items() if name.startswith("call_")}
     assert found == {"call_begin": 1.0, "call_open_slabs": 2.0, "call_open_marks": 3.0, "call_know_marks": 4.0}

@@ -10,8 +10,8 @@ from rlcore.engines.batch import collate
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.kernels.losses.token_weights import token_weights
 from rlcore.kernels.returns.group_advantage import group_advantage
-from rlcore.kernels.token.weights import token_weights
 from rlcore.registry import get_device
 from tests.accuracy import assert_within_rounding
 

@@ -22,8 +22,9 @@ SAVE = "0123456789ab"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     state = {"optimizers": {"adam": {}}, "schedulers": {}, "random_states_of": "1 cpu worker", "extra": {"step": 3}}
-    save = Save(tmp_path, Stamp(SAVE), rank=0, size=1, groups=["weights"], state=state)
-    save.write({"weights": parts_of({"w": torch.ones(3), "v": torch.ones(2, 2)})})
+    save = Save(tmp_path, Stamp(SAVE), rank=0, size=1, groups=["weights", "optimizer"], state=state)
+    with save.held():
+        save.write({"weights": parts_of({"w": torch.ones(3), "v": torch.ones(2, 2)}), "optimizer": {}})
     return tmp_path
 
 
@@ -36,7 +37,7 @@ def test_verify_prints_what_is_in_a_checkpoint(folder: Path) -> None:
     result = CliRunner().invoke(cli.app, ["checkpoint", "verify", str(folder)])
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.stdout.splitlines() if line.strip()]
-    size = next(folder.glob("*/*.safetensors")).stat().st_size
+    size, empty = (next(folder.glob(f"*/{name}-0.safetensors")).stat().st_size for name in ("weights", "optimizer"))
     assert lines == [
         f"folder {folder}",
         "format rlcore.checkpoint/4",
@@ -47,6 +48,7 @@ def test_verify_prints_what_is_in_a_checkpoint(folder: Path) -> None:
         "extra {'step': 3}",
         "tensors bytes file damage",
         f"OK 2 {size} data-{SAVE}/weights-0.safetensors",
+        f"OK 0 {empty} data-{SAVE}/optimizer-0.safetensors",
     ]
 
 
@@ -55,7 +57,7 @@ def test_verify_names_damage_and_exits_with_1(folder: Path, run_python: Any) -> 
     result = run_python(["-m", "rlcore", "checkpoint", "verify", str(folder)])
     assert result.returncode == 1
     assert result.stderr == f"rlcore: {folder} is damaged: data-{SAVE}/weights-0.safetensors\n"
-    assert result.stdout.splitlines()[-1].endswith("weights-0.safetensors  the data of w differ from their digest")
+    assert result.stdout.splitlines()[-2].endswith("weights-0.safetensors  the data of w differ from their digest")
 
 
 def test_verify_as_json_is_all_there_is_on_stdout(folder: Path) -> None:

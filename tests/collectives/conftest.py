@@ -17,6 +17,9 @@ import pytest
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
+import atexit
+last_acts = []
+atexit.register(lambda: [act() for act in last_acts])  # after what is imported later has done its own
 import cloudpickle, time, torch, traceback, warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +30,8 @@ list_devices()  # what else is imported late
 class Rank:
     def __init__(self, rank, folder):
         self.rank, self.folder, self._groups = rank, Path(folder), {}
+        self.last_acts = last_acts
+        self.ends = False  # True: the program ends by itself after this body
 
     def move_to(self, folder):
         # Another rank was replaced: what was shared with it is over.
@@ -74,6 +79,8 @@ while True:
             answer = True, body(rank, *arguments)
     except BaseException:
         answer = False, traceback.format_exc()
+    if rank.ends:
+        break
     connection.send_bytes(cloudpickle.dumps(answer))
 """
 

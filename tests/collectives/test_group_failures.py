@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -115,6 +118,15 @@ def test_a_rank_given_twice_is_told_so(tmp_path: Path, monkeypatch: pytest.Monke
         new_group("cpu", rank=0, world_size=1, rendezvous=tmp_path, name="g")
 
 
+def test_the_folder_of_a_group_is_closed_to_others_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Rendezvous(tmp_path, "g", rank=0, world_size=1, library="gloo", timeout_s=60.0)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "g-1").stat().st_mode & 0o777 == 0o700
+
+
 def publish_info(folder: Path, pid: int, started: int | None) -> None:
     """Write what rank 1 of 2, of this process, has written when it is killed while it waits for rank 0."""
     (folder / "g-1").mkdir(mode=0o700)
@@ -206,3 +218,153 @@ def call_another(rank: Any) -> str:
 def test_a_rank_in_another_operation_is_named(on_ranks: Any) -> None:
     texts = on_ranks(call_another, 3)
     assert any("rank 2 waits in all_to_all" in text for text in texts[:2]), texts
+
+
+def refuse_alone(rank: Any, how: str) -> tuple[str, tuple[int, ...], float] | None:
+    group = rank.new_group("cpu", 3, f"refused-{how}", timeout_s=90.0)
+    for _ in range(2):  # all alike: the group goes on
+        with pytest.raises(InvalidInputError):
+            group.all_reduce(torch.ones(1), "mean")
+    assert group.all_reduce(torch.ones(1)).item() == 3.0
+    began = time.monotonic()
+    if rank.rank == 1:
+        with pytest.raises((InvalidInputError, RuntimeError)):
+            if how == "peer":
+                group.send(torch.ones(1).to_sparse(), 0)
+            elif how == "memory":
+                group.all_reduce(torch.ones(1).expand(1 << 55))  # has to be copied
+            else:
+                group.all_reduce(torch.ones(1), factor="2")
+        answer = None
+    elif how == "peer" and rank.rank == 2:
+        answer = None
+    else:
+        with pytest.raises(CollectiveError) as error:
+            group.recv(torch.ones(1), 1) if how == "peer" else group.all_reduce(torch.ones(1))
+        answer = str(error.value), error.value.ranks, time.monotonic() - began
+    rank.say(f"refused-{how}-{rank.rank}")  # rank 1 keeps its connections until the others know
+    rank.hear(*(f"refused-{how}-{number}" for number in range(3)))
+    group._error = group._error or "the others have failed"
+    group.destroy()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("argument", "InvalidInputError: all_reduce takes a number, or None as factor, got '2'"),
+        ("memory", "RuntimeError: "),
+        ("peer", "InvalidInputError: send of group 'refused-peer' (rank 1 of 3, cpu:1) takes plain dense tensors"),
+    ],
+    ids=["argument", "memory", "peer"],
+)
+def test_a_rank_that_refuses_alone_is_named_at_once(how: str, reason: str, on_ranks: Any) -> None:
+    answers = on_ranks(refuse_alone, 3, how)
+    for text, ranks, seconds in filter(None, answers):
+        assert f"failed: rank 1 refused it: {reason}" in text
+        assert ranks == (1,)
+        assert seconds < 30.0, "and not the timeout of the group"
+    assert [answer is None for answer in answers] == [False, True, how == "peer"]
+
+
+def interrupt_recv(rank: Any) -> tuple[str, tuple[int, ...], float] | float:
+    from unittest import mock
+
+    from rlcore.collectives.peers import PeerMonitor
+
+    group = rank.new_group("cpu", 2, "interrupted", timeout_s=90.0)
+    if rank.rank == 1:
+        rank.hear("interrupted")
+        began = time.monotonic()
+        with pytest.raises(CollectiveError) as error:
+            group.send(torch.ones(1), 0)
+        answer: Any = str(error.value), error.value.ranks, time.monotonic() - began
+    else:
+        wait_for, waits = PeerMonitor.wait_for, threading.Event()
+
+        def announced(*arguments: Any) -> None:
+            waits.set()
+            wait_for(*arguments)
+
+        def press_ctrl_c() -> None:
+            waits.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with mock.patch.object(PeerMonitor, "wait_for", announced), pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=press_ctrl_c).start()
+            began = time.monotonic()
+            group.recv(torch.ones(1), 1)
+        answer = time.monotonic() - began
+        rank.say("interrupted")
+    rank.say(f"interrupted-{rank.rank}")
+    rank.hear("interrupted-0", "interrupted-1")
+    group.destroy()
+    return answer
+
+
+def test_ctrl_c_ends_a_receive_at_once_and_its_sender_is_told(on_ranks: Any) -> None:
+    seconds, (text, ranks, others_seconds) = on_ranks(interrupt_recv, 2)
+    assert max(seconds, others_seconds) < 30.0, "and not the timeout of the group"
+    assert "rank 0 gave up: recv from rank 1: KeyboardInterrupt" in text
+    assert ranks == (0,)
+
+
+def call_differently(rank: Any) -> None:
+    me = rank.rank
+    one, two = torch.ones(1), torch.ones(2_000)
+    group = rank.new_group("cpu", 2, "unlike")
+    for call, told in [
+        (
+            lambda: group.all_reduce((one, two)[me]),
+            "all_reduce of float32 (1,) on cpu, op 'sum'; rank 1 calls all_reduce",
+        ),
+        (lambda: group.all_reduce(one.to((torch.int32, torch.float32)[me])), "rank 0 calls all_reduce of int32 (1,)"),
+        (lambda: group.all_reduce(one, ("sum", "max")[me]), "rank 1 calls all_reduce of float32 (1,) on cpu, op 'max'"),
+        (lambda: group.reduce_scatter((one, two)[me]), "rank 1 calls reduce_scatter of float32 (2000,)"),
+        (lambda: group.broadcast((one, two)[me], 0), "rank 1 calls broadcast of float32 (2000,) on cpu, source 0"),
+        (lambda: group.broadcast(one, me), "rank 1 calls broadcast of float32 (1,) on cpu, source 1"),
+        (
+            lambda: group.all_gather(one, sizes=([1, 1], [2_000, 1])[me]),
+            "float32 rows of () on cpu, sizes [2000, 1]",
+        ),
+        (
+            lambda: group.all_to_all([one, one], sizes=([1, 2], [1, 1])[me]),
+            "rank 1 sends 1 rows to rank 0, whose sizes",
+        ),
+        (lambda: group.send(one, 1) if me == 0 else group.recv(two, 0), "rank 0 has float32 (1,) on cpu; rank 1 has"),
+        (lambda: group.broadcast(one, 0) if me == 0 else group.all_reduce(two), "rank 0 calls broadcast of float32"),
+    ]:
+        with pytest.raises(CollectiveError, match=re.escape(told)):
+            call()
+    assert group.all_reduce(one.clone()).item() == 2.0
+    group.destroy()
+
+
+def call_differently_later(rank: Any) -> None:
+    from unittest import mock
+
+    me = rank.rank
+    with mock.patch.dict(os.environ, RLCORE_DEBUG="" if me else "1"):  # one rank that asks for it is enough
+        group = rank.new_group("cpu", 2, "unlike-later")
+    assert group.all_reduce(torch.ones(1)).item() == 2.0
+    with pytest.raises(CollectiveError, match=r"^all_reduce of group .*rank 1 calls all_reduce of float32 \(2000,\)"):
+        group.all_reduce(torch.ones((1, 2_000)[me]))
+    with pytest.raises(
+        CollectiveError, match=r"all ranks must call the same; rank 0 calls barrier; rank 1 calls all_re"
+    ):
+        group.barrier() if me == 0 else group.all_reduce(torch.ones(2_000))
+    if me == 0:
+        with pytest.raises(CollectiveTimeoutError, match=r"^barrier of .* within 1 s: rank 1 did not arrive"):
+            group.barrier(timeout_s=1.0)
+        rank.say("rank-1-was-late")
+    rank.hear("rank-1-was-late")
+    group._error = group._error or "the other rank has failed"
+    group.destroy()
+
+
+def test_calls_that_differ_are_told_on_all_ranks_the_first_time(on_ranks: Any) -> None:
+    on_ranks(call_differently, 2)
+
+
+def test_calls_that_differ_later_are_told_where_one_rank_debugs(on_ranks: Any) -> None:
+    on_ranks(call_differently_later, 2)

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import itertools
 import os
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.collectives import containers
 from rlcore.collectives.groups import new_group
 from rlcore.errors import (
     CollectiveError,
@@ -21,6 +24,14 @@ from rlcore.errors import (
     UnsupportedError,
 )
 from rlcore.process.status import maker_of_shared_memory
+from rlcore.process.tcp_sockets import (
+    LISTEN,
+    SYN_SENT,
+    SocketAddress,
+    foreign_connections,
+    own_sockets,
+    tcp_sockets,
+)
 from rlcore.registry import get_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64)
@@ -43,6 +54,18 @@ def listening_addresses() -> set[str]:
 
 
 LOOPBACK = "0100007F"
+
+
+def test_a_backend_of_a_device_is_made_on_a_store_of_the_callers_own() -> None:
+    """As for those who have ranks and a store, and want no group of rlcore's."""
+    collectives = get_device("cpu").collectives
+    store = torch.distributed.HashStore()
+    backend = collectives.new_backend(store, rank=0, world_size=1, timeout_s=60.0, is_one_host=True)
+    values = torch.arange(3.0)
+    backend.allreduce([values]).wait()
+    assert (backend.rank(), backend.size(), values.tolist()) == (0, 1, [0.0, 1.0, 2.0])
+    with pytest.raises(UnsupportedError, match=r"a high-priority stream of collectives on cpu:0.*known of gloo"):
+        collectives.new_backend(store, rank=0, world_size=1, timeout_s=60.0, is_high_priority=True)
 
 
 # ---------------------------------------------------------------------------------------------- movements
@@ -84,6 +107,33 @@ def test_tensors_of_any_dtype_and_uneven_rows_are_moved(world: tuple[str, int], 
     on_ranks(move_everything, world[1], *world)
 
 
+def move_one_element(rank: Any, device: str, world_size: int) -> None:
+    group = rank.group(device, world_size)
+    me, last = rank.rank, world_size - 1
+
+    def first_of_a_row(owner: int, rows: int = 1) -> torch.Tensor:
+        """[rows] with a stride of 5, as ``logits[:, 0]`` of a batch of one row has, or of an empty one."""
+        return torch.full((rows, 5), float(owner), device=group.device.torch_device)[:, 0]
+
+    assert torch.cat(group.all_gather(first_of_a_row(me))).tolist() == list(range(world_size))
+    assert torch.cat(group.all_gather(first_of_a_row(me, rows=0))).tolist() == []
+    swapped = group.all_to_all([first_of_a_row(me) for _ in range(world_size)])
+    assert torch.cat(swapped).tolist() == list(range(world_size))
+    assert group.broadcast(first_of_a_row(me), last).tolist() == [last]
+    assert group.all_reduce(first_of_a_row(1)).tolist() == [world_size]
+    assert group.reduce_scatter(first_of_a_row(1), sizes=[1] + [0] * last).tolist() == [world_size] * (me == 0)
+    if me == 0:
+        group.send(first_of_a_row(7), last)
+    elif me == last:
+        assert group.recv(first_of_a_row(me), 0).tolist() == [7]
+    for got in containers.all_gather({"values": first_of_a_row(3), "none": first_of_a_row(3, rows=0)}, group):
+        assert got["values"].tolist() == [3]
+
+
+def test_one_element_with_any_stride_is_moved(world: tuple[str, int], on_ranks: Any) -> None:
+    on_ranks(move_one_element, world[1], *world)
+
+
 def reduce_views(rank: Any, device: str, world_size: int) -> None:
     group = rank.group(device, world_size)
     place = group.device.torch_device
@@ -121,10 +171,10 @@ def disagree(rank: Any) -> None:
     with pytest.raises(CollectiveError) as error:
         group.all_gather(torch.ones(2, 3 + rank.rank))
     assert str(error.value) == (
-        "all_gather of group 'shared-cpu-2': all ranks must have rows of one kind; "
-        "rank 0 has float32 rows of (3,) on cpu; rank 1 has float32 rows of (4,) on cpu"
+        "all_gather of group 'shared-cpu-2': all ranks must call the same; "
+        "rank 0 calls all_gather of float32 rows of (3,) on cpu; rank 1 calls all_gather of float32 rows of (4,) on cpu"
     )
-    with pytest.raises(CollectiveError, match=r"all_to_all .*rank 1 has int32 rows of \(\) on cpu"):
+    with pytest.raises(CollectiveError, match=r"all_to_all .*rank 1 calls all_to_all of int32 rows of \(\) on cpu"):
         group.all_to_all([torch.ones(2, dtype=(torch.int64, torch.int32)[rank.rank])] * 2)
     group.barrier()  # and it goes on working
 
@@ -232,6 +282,56 @@ def join_as_many_hosts(rank: Any) -> None:
 
 def test_ranks_of_several_hosts_listen_where_gloo_is_told(on_ranks: Any) -> None:
     on_ranks(join_as_many_hosts, 2)
+
+
+def listeners() -> set[SocketAddress]:
+    own = own_sockets()
+    return {one.local for one in tcp_sockets() if one.state == LISTEN and one.inode in own}
+
+
+def knock(rank: Any) -> None:
+    before = listeners()
+    with rank.new_group("cpu", 2, "closed") as group, socket.socket() as stranger:
+        (listener,) = listeners() - before
+        stranger.setblocking(False)
+        stranger.connect_ex(listener)
+        assert [one.state for one in tcp_sockets() if one.local == stranger.getsockname()] == [SYN_SENT]
+        assert group.all_reduce(torch.ones(1)).item() == 2.0
+
+
+def test_a_group_takes_no_connection_once_its_ranks_are_connected(on_ranks: Any) -> None:
+    on_ranks(knock, 2)
+
+
+def knock_early_as_another_user(rank: Any) -> None:
+    from unittest import mock
+
+    from rlcore.collectives.gloo_listener import GlooListener
+
+    wait, before, strangers = GlooListener.wait_until_connected, listeners(), []
+
+    def knock(listener: GlooListener, timeout_s: float) -> None:
+        (address,) = listeners() - before
+        os.seteuid(54321)
+        try:
+            strangers.append(socket.socket())
+        finally:
+            os.seteuid(0)
+        strangers[0].connect(address)
+        while not foreign_connections():  # gloo's thread has not taken it yet
+            time.sleep(0.002)
+        wait(listener, timeout_s)
+
+    with mock.patch.object(GlooListener, "wait_until_connected", knock), rank.new_group("cpu", 2, "early") as group:
+        strangers[0].settimeout(60)
+        assert strangers[0].recv(1) == b""
+        assert group.all_reduce(torch.ones(1)).item() == 2.0
+    strangers[0].close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can connect as another user")
+def test_a_connection_of_another_user_is_ended_when_a_group_is_formed(on_ranks: Any) -> None:
+    on_ranks(knock_early_as_another_user, 2)
 
 
 # ------------------------------------------------------------------------------------------------ libraries

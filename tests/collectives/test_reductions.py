@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 
 from rlcore.collectives.reduction import fold
+from rlcore.devices.collectives import TorchCollectives
+from rlcore.devices.generic import GenericTorchDevice
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.registry import get_device
+from rlcore.types import DeviceSpec
 from tests.accuracy import assert_within_rounding
 
 # Rows are ranks. Small powers of two, so that sums and products of 8-bit floats are exact where they are not rounded.
@@ -101,8 +105,25 @@ def reduce_everything(rank: Any, device: str, world_size: int) -> int:
 
 def test_every_operator_on_every_dtype_does_what_the_device_says(world: tuple[str, int], on_ranks: Any) -> None:
     num_native = on_ranks(reduce_everything, world[1], *world)
-    # gloo: sum product min max of 8 dtypes, avg of 4, three bitwise of 4. NCCL: 4 of 8, avg of 4, premul_sum of 3.
-    assert num_native == [{"cpu": 4 * 8 + 4 + 3 * 4, "cuda": 4 * 8 + 4 + 3}[world[0]]] * world[1]
+    # Both: sum and product of 8 dtypes, min and max of 4 integers, avg of 4 floats. Gloo: three bitwise of 4. NCCL:
+    # premul_sum of 3.
+    both = 2 * 8 + 2 * 4 + 4
+    assert num_native == [{"cpu": both + 3 * 4, "cuda": both + 3}[world[0]]] * world[1]
+
+
+def keep_nan(rank: Any, device: str, world_size: int) -> None:
+    group = rank.group(device, world_size)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2):
+        for op, extreme in (("min", -1.0), ("max", world_size - 2.0)):
+            own = torch.full((world_size + 1,), rank.rank - 1.0)
+            own[rank.rank] = torch.nan  # at one place of each rank, and at none of the last
+            found = group.all_reduce(own.to(dtype).to(group.device.torch_device), op).float().tolist()
+            assert [math.isnan(value) for value in found] == [True] * world_size + [False], f"{op} of {dtype}: {found}"
+            assert found[-1] == extreme
+
+
+def test_the_largest_of_nan_and_a_number_is_nan(world: tuple[str, int], on_ranks: Any) -> None:
+    on_ranks(keep_nan, world[1], *world)
 
 
 def test_parts_are_folded_in_a_wider_dtype_and_rounded_once() -> None:
@@ -120,29 +141,33 @@ def test_uint64_is_ordered_as_unsigned() -> None:
     assert fold(parts, "min").tolist() == [1, 5]
 
 
-def test_a_combination_that_the_library_gets_wrong_is_emulated() -> None:
-    from rlcore.devices.cuda.collectives import NcclCollectives
+def by_spec(library: str) -> TorchCollectives:
+    """Return the collectives of a device that is known by its spec alone. The table needs no device."""
+    spec = DeviceSpec(
+        name="other", vendor="a third party", torch_type="other", priority=1, api_version=(1, 0),
+        loader="rlcore.devices.generic:GenericTorchDevice", collective_backend=library,
+    )  # fmt: skip
+    return GenericTorchDevice(spec, 0).collectives
 
-    collectives = NcclCollectives(get_device("cpu"))  # the table needs no device
+
+def test_a_combination_that_the_library_gets_wrong_is_emulated() -> None:
+    collectives = by_spec("nccl")
     found = {dtype: collectives.reduction("premul_sum", dtype).support for dtype in (torch.float16, torch.bfloat16)}
     assert found == {torch.float16: "native", torch.bfloat16: "emulated"}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_tables_of_operators_and_dtypes_are_rows_of_the_same_matrix(device: str) -> None:
-    from rlcore.devices.cpu.collectives import GlooCollectives
-    from rlcore.devices.cuda.collectives import NcclCollectives
-
-    kind = {"cpu": GlooCollectives, "cuda": NcclCollectives}[device]
-    collectives = kind(get_device("cpu"))  # the table needs no device
-    assert {op: how.support for op, how in collectives.reduce_ops().items() if how.support != "native"} == (
-        {"premul_sum": "emulated"} if device == "cpu" else dict.fromkeys(("band", "bor", "bxor"), "emulated")
-    )
+@pytest.mark.parametrize("library", ["gloo", "nccl", "rccl", "xccl", "hccl", "unknown"])
+def test_tables_of_operators_and_dtypes_are_rows_of_the_same_matrix(library: str) -> None:
+    collectives = by_spec(library)
+    native_ops = {op for op, how in collectives.reduce_ops().items() if how.support == "native"}
+    more = {"gloo": {"avg", "band", "bor", "bxor"}, "nccl": {"avg", "premul_sum"}, "rccl": {"avg", "premul_sum"}}
+    assert native_ops == {"sum", "product"} | more.get(library, set())
+    assert collectives.reduce_ops()["max"].reason == f"max of {library} can lose NaN"
+    assert collectives.reduction("max", torch.int32).support == "native"
     natively = {dtype for dtype, how in collectives.dtypes().items() if how.support == "native"}
-    assert natively == {
-        *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-        *(torch.int64, torch.int32, torch.int8, torch.uint8),
-    }
+    common = {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8}
+    rest = {"hccl": {torch.int16}, "unknown": set()}.get(library, {torch.float64, torch.uint8})
+    assert natively == ({torch.float32, torch.int32} if library == "unknown" else common | rest)
     assert all(how.reason for how in collectives.dtypes().values() if how.support != "native")
     assert collectives.reduction("sum", torch.float8_e5m2).support == "emulated"
     assert collectives.reduction("sum", torch.float8_e8m0fnu).support == "unsupported"

@@ -12,6 +12,7 @@ import torch
 
 from rlcore.compat import rlite
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.nn import HuggingFaceTrainModule, TrainModule
 from tests.warm import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +160,22 @@ def test_arguments_of_build_are_taken_at_their_defaults(train: rlite.RliteTrainE
     assert train.num_own() == [[3]]
 
 
-def test_a_debugger_that_is_not_there() -> None:
+@pytest.mark.parametrize("options", [{"debug_mode": "debugpy"}, {"debug_post_mortem": True}])
+def test_a_debugger_that_is_not_there(options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="use debug_mode='pdb'"):
-        rlite.init(debug_mode="debugpy")
+        rlite.init(**options)
+
+
+def test_what_a_cluster_needs_is_taken_and_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("rlcore.init", lambda **options: asked.append(options))
+    rlite.init(network_interface="eth3", dedup_logs=True, debug_mode="pdb")
+    assert asked == [{"debug": "pdb"}]
+
+
+def test_the_modules_have_all_the_names_that_rlite_has_for_them() -> None:
+    nn = rlite.nn
+    assert nn.Fsdp2TrainModule is nn.BaseTrainModule and issubclass(nn.BaseTrainModule, TrainModule)
+    own = nn.HuggingFaceFsdp2TrainModule
+    assert nn.BaseHuggingFaceTrainModule is nn.HuggingFaceFsdpTrainModule is own
+    assert issubclass(own, HuggingFaceTrainModule)

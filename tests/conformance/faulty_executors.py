@@ -82,6 +82,14 @@ class AbortLosesOthers(HfExecutor):
         return min(super().abort(None), len(numbers or ()))
 
 
+class AbortKeepsTheEnded(HfExecutor):
+    def abort(self, numbers: Any) -> int:
+        ended = dict(self._requests._done)
+        count = super().abort(numbers)
+        self._requests._done.update(ended)
+        return count
+
+
 class PauseGoesOn(HfExecutor):
     def pause(self, mode: Any, *, version: int) -> None:
         if mode != "keep":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.devices.cpu.device import _bytes_of
 from rlcore.errors import UnsupportedError
+from rlcore.registry import get_device
 from tests.accuracy import assert_same_bits
 
 MB = 2**20
@@ -156,8 +156,10 @@ def test_the_check_above_sees_a_context(run_python: Any) -> None:
     assert run_python(code).stdout == "True\n"
 
 
-def test_cpu_without_proc_says_what_it_needs() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"^reading memory figures of the cpu device is not supported: .* of Linux$"
-    ):
-        _bytes_of("/nowhere/meminfo", "MemTotal")
+@pytest.mark.parametrize(("member", "file"), [("info", "meminfo"), ("stats", "self/status")])
+def test_cpu_without_proc_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, member: str, file: str) -> None:
+    memory = get_device("cpu").memory
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: False)
+    text = rf"^reading memory figures of the cpu device is not supported: they are read from /proc/{file} of Linux$"
+    with pytest.raises(UnsupportedError, match=text):
+        getattr(memory, member)()

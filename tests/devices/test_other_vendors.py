@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.warm import LIMIT_S
+
 PLUGIN = Path(__file__).parent.parent / "plugins" / "other_vendors"
 
 
@@ -42,7 +44,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env=env | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "RLCORE_STRICT_PLUGINS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
+import inspect
 import os
 import re
 import site
@@ -13,6 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rlcore.devices.ipc.sharing import Sharing
+from rlcore.devices.memory import TorchMemory
+from tests.warm import LIMIT_S
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
 _BLOCK = re.compile(r"(?:^`(?P<path>\S+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -37,15 +43,15 @@ class Reader:
         (packages / "parent.pth").write_text("".join(lines))
         self._path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
-    def follow(self, text: str) -> int:
-        """Number of commands run."""
+    def follow(self, text: str, *, is_read: bool = False) -> int:
+        """Write the files and run the commands, whose number is returned; of what is only read there are the files."""
         number = 0
         for block in _BLOCK.finditer(text):
             if block["path"]:
                 file = self._folder / block["path"]
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(block["text"])
-            elif block["language"] == "console":
+            elif block["language"] == "console" and not is_read:
                 for command, expected in commands(block["text"]):
                     self._run(command, expected)
                     number += 1
@@ -59,7 +65,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=600,
+            timeout=LIMIT_S,
             check=False,
         )
         options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -68,8 +74,14 @@ class Reader:
 
 
 @pytest.mark.slow
-def test_the_tutorial(tmp_path: Path) -> None:
-    assert Reader(tmp_path).follow(PAGE.read_text()) == 16
+@pytest.mark.parametrize(("part", "num_commands"), [(0, 8), (1, 5), (2, 3)], ids=["device", "sampler", "trainer"])
+def test_the_tutorial(tmp_path: Path, part: int, num_commands: int) -> None:
+    """Each part that writes one class, with the files of those before it."""
+    parts = re.split(r"^(?=## [68]\. )", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(parts) == 3
+    reader = Reader(tmp_path)
+    reader.follow("".join(parts[:part]), is_read=True)
+    assert reader.follow(parts[part]) == num_commands
 
 
 def test_output_that_differs_is_seen(tmp_path: Path) -> None:
@@ -80,3 +92,20 @@ def test_output_that_differs_is_seen(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="this interpreter is in no virtual environment")
 def test_the_reader_does_not_write_into_this_environment(tmp_path: Path) -> None:
     assert Reader(tmp_path).follow(f"```console\n$ python -c 'import sys; print(sys.prefix)'\n{tmp_path}/venv\n```\n")
+
+
+def test_the_signatures_on_the_page_are_those_of_the_base_classes() -> None:
+    (block,) = [found["text"] for found in _BLOCK.finditer(PAGE.read_text()) if "class AcmeSharing(" in found["text"]]
+    bases = {"AcmeSharing": Sharing, "AcmeMemory": TorchMemory}
+    compared = []
+    for node in ast.parse(block).body:
+        assert isinstance(node, ast.ClassDef)
+        for shown in node.body:
+            if isinstance(shown, ast.FunctionDef):
+                own = inspect.signature(getattr(bases[node.name], shown.name))
+                assert [one.arg for one in shown.args.args] == list(own.parameters), shown.name
+                annotations = [ast.unparse(one.annotation) for one in shown.args.args if one.annotation]
+                assert annotations == [one.annotation for one in list(own.parameters.values())[1:]], shown.name
+                assert shown.returns and ast.unparse(shown.returns) == own.return_annotation, shown.name
+                compared.append(shown.name)
+    assert compared == ["share", "open", "close", "host_alloc", "_copy"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.warm import without_settings
+from tests.warm import LIMIT_S, without_settings
 
 SECRET = "hf_abcdefghijklmnop"
 PASSWORD = "pa55word"
@@ -79,7 +79,7 @@ class Machine:
         }
         command = [sys.executable, "-m", "rlcore", "doctor", *arguments]
         everything = without_settings() | defaults | env
-        return subprocess.run(command, env=everything, capture_output=True, text=True, timeout=250, check=False)
+        return subprocess.run(command, env=everything, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     def report(self, code: int = 0, **env: str) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         result = self.run("--json", **env)
@@ -102,7 +102,7 @@ def test_a_sound_machine_whose_gpus_are_hidden_warns_and_exits_with_0(machine: M
     assert {"python", "path of torch", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "vllm-ascend",
             "flash-attn", "driver", "ptxas", "nvcc",
             "peer access", "shared memory", "locked memory", "open files", "leftovers", "allocator", "environment",
-            "import torch", "plugins",
+            "import torch", "plugins", "operators",
             "device cpu", "device cuda", "default device", "visible cuda", "ipc cpu"} <= set(checks)  # fmt: skip
     assert all(check["status"] in ("OK", "WARN") for check in checks.values())
     assert checks["default device"]["found"] == "cpu:0"
@@ -167,7 +167,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
     machine.install("second", "raise OSError('it is broken')", "rlcore/second")
     machine.metadata("triton-ascend", "3.2.0")
     machine.metadata("triton", "3.7.0")
-    return machine.report(1, RLCORE_PROBE_TIMEOUT_S="2", RLCORE_STRICT_PLUGINS="1", RLCORE_DEVICE="cuda")
+    return machine.report(1, RLCORE_PROBE_TIMEOUT_S="10", RLCORE_STRICT_PLUGINS="1", RLCORE_DEVICE="cuda")
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_devices_of_plugins_are_checked(wrong: Any) -> None:
     assert {name: check["found"] for name, check in failed.items() if name.startswith("device")} == {
         "device sick": "its probe failed: OSError: driver too old",
         "device quitter": "its probe failed: SystemExit: no licence",
-        "device stuck": "its probe failed: TimeoutError: it did not end within 2 s",
+        "device stuck": "its probe failed: TimeoutError: it did not end within 10 s",
         "device mute": "capabilities() answered with no Capability for memory.export_ipc",
     }
     assert failed["device sick"]["fix"] == "pip install --upgrade acme-sick, or RLCORE_DISABLE_PLUGINS=sick"
@@ -303,3 +303,13 @@ def test_an_interrupt_leaves_no_process(machine: Machine, tmp_path: Path) -> Non
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
+@pytest.mark.slow
+def test_a_plugin_that_hangs_at_its_import_is_named_and_all_else_is_checked(machine: Machine) -> None:
+    machine.install("stuck", "import time; time.sleep(600)", "rlcore/stuck")
+    _, checks = machine.report(1, RLCORE_PROBE_TIMEOUT_S="12")  # more than a check has
+    late = "TimeoutError: it did not end within 12 s"
+    assert checks["plugin stuck"]["found"] == f"stuck of acme-stuck 1.2 failed at stage import: {late}"
+    assert checks["plugin stuck"]["fix"] == "pip install --upgrade acme-stuck, or RLCORE_DISABLE_PLUGINS=stuck"
+    assert {checks[name]["status"] for name in ("device cpu", "default device", "ipc cpu", "operators")} == {"OK"}

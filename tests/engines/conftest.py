@@ -22,6 +22,7 @@ import rlcore
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
+from tests.warm import LIMIT_S
 
 _CHARACTERS = "0123456789+-*=$ .abcd"
 
@@ -204,7 +205,7 @@ def torchrun(tmp_path: Path) -> Callable[..., None]:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=LIMIT_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr

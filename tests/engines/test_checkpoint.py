@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from torch import Tensor
 import rlcore
 from rlcore.engines.checkpoints import checkpoint, manifest
 from rlcore.engines.checkpoints.checkpoint import Save
+from rlcore.engines.checkpoints.pending_save import PendingSave
 from rlcore.engines.checkpoints.saved_tensor import TensorPart, parts_of
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.checkpoints.snapshot import Snapshot
@@ -28,9 +32,9 @@ from rlcore.engines.checkpoints.tensor_file import Stamp
 from rlcore.engines.checkpoints.train_state import Captured
 from rlcore.engines.offload import host_arena as arena_module
 from rlcore.engines.offload.host_arena import arena_of
-from rlcore.errors import CheckpointError, InvalidInputError
-from rlcore.nn import HuggingFaceTrainModule
+from rlcore.errors import CheckpointError, InvalidInputError, StateError, WorkerDiedError
 from rlcore.ops import ppo_clip
+from tests.engines.train_policy import adamw_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -47,7 +51,12 @@ def shares(folder: Path, step: int, size: int = 2) -> list[Callable[[], None]]:
         stamp = Stamp(f"{step:012x}")
         save = Save(folder, stamp, rank=rank, size=size, groups=["weights", "rng"], state={"step": step})
         part = TensorPart(torch.full((1000,), float(step)), [1000 * rank], [1000 * size])
-        return lambda: save.write({"weights": {"w": part}, "rng": parts_of({f"rank-{rank}-x": torch.tensor(step)})})
+
+        def write() -> None:
+            with save.held():
+                save.write({"weights": {"w": part}, "rng": parts_of({f"rank-{rank}-x": torch.tensor(step)})})
+
+        return write
 
     return [share(rank) for rank in range(size)]
 
@@ -161,7 +170,8 @@ def test_torch_reads_the_files(tmp_path: Path) -> None:
         parts = {"matrix": TensorPart(matrix[start:stop].contiguous(), [start, 0], [5, 3])}
         if rank == 0:
             parts |= {"scalar": TensorPart(torch.tensor(2.5, dtype=torch.float64), [], [])}
-        save.write({"weights": parts})
+        with save.held():
+            save.write({"weights": parts})
     found = {"matrix": torch.zeros(5, 3, dtype=torch.bfloat16), "scalar": torch.zeros((), dtype=torch.float64)}
     load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / f"data-{0:012x}")), no_dist=True)
     assert torch.equal(found["matrix"], matrix) and float(found["scalar"]) == 2.5
@@ -177,7 +187,9 @@ def test_the_library_reads_what_is_written_piece_by_piece(dtype: torch.dtype, tm
     from safetensors.torch import load_file
 
     tensors = {"a": torch.arange(7).to(dtype), "b": torch.ones(3, dtype=torch.float64), "c": torch.zeros(0, 2)}
-    Save(tmp_path, Stamp("0" * 12), rank=0, size=1, groups=["g"], state={}).write({"g": parts_of(tensors)})
+    save = Save(tmp_path, Stamp("0" * 12), rank=0, size=1, groups=["g"], state={})
+    with save.held():
+        save.write({"g": parts_of(tensors)})
     found = load_file(next(tmp_path.glob("data-*/g-0.safetensors")))
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -238,10 +250,7 @@ def test_a_copy_is_given_up_where_another_worker_has_no_room_for_its_own(
 def policy() -> Any:
     from transformers import Qwen2ForCausalLM
 
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-
+    class Policy(adamw_policy(Qwen2ForCausalLM, lr=1e-2)):  # type: ignore[misc]
         def die_as_it_writes(self, go: Path) -> None:
             """The worker is killed with one of its files written, when ``go`` is there."""
             write_parts = checkpoint.write_parts
@@ -370,6 +379,20 @@ def test_an_error_in_the_background_is_raised_once_by_what_touches_it(
         pending.result()  # the handle always tells
 
 
+def test_the_copy_of_a_save_that_failed_is_freed_before_anybody_asks(
+    engine: rlcore.TrainEngine, gate: Gate, tmp_path: Path
+) -> None:
+    gate.error = OSError("planted")
+    gate.opened.set()
+    pending = engine.save(tmp_path, blocking=False)
+    while not pending.done():
+        time.sleep(0.01)
+    arena = arena_of(rlcore.get_device("cpu"))
+    assert arena.free_bytes == arena.total_bytes > 0
+    with pytest.raises(CheckpointError, match="planted"):
+        pending.result()
+
+
 def test_an_error_of_the_program_is_not_hidden_by_one_of_the_save(
     policy: Any, qwen2_folder: Path, gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,14 +453,69 @@ def test_a_worker_killed_as_it_writes_in_the_background(
         engine.die_as_it_writes(tmp_path / "go")
         pending = engine.save(folder, {"step": 2}, blocking=False)
         (tmp_path / "go").touch()
-        with pytest.raises(CheckpointError, match=r"the workers ended before the checkpoint .* was written") as raised:
-            pending.result(timeout_s=300)
-        assert isinstance(raised.value.__cause__, rlcore.errors.WorkerError | rlcore.errors.StateError)
+        while not pending.done():
+            time.sleep(0.02)
+        died = r"the worker of rank 0 \(cpu:7\) was killed by SIGKILL .*"
+        with pytest.raises(StateError, match=rf"ended after an earlier failure \({died}\); call restart\(\)"):
+            train(engine, 2)
+        with pytest.raises(CheckpointError, match=rf"checkpoint was not written: {died}; the one before it") as raised:
+            pending.result()
+        assert isinstance(raised.value.__cause__, WorkerDiedError) and raised.value.__cause__.rank == 0
         engine.restart()
         assert same(engine.state_dict(), saved)
         assert train(engine, 1) == expected
         assert engine.save(folder, {"step": 3}, blocking=False).result() > 0
         assert engine.load(folder) == {"step": 3}
+        engine.die_as_it_writes(tmp_path / "never")
+        engine.save(folder, {"step": 4}, blocking=False)
+        os.kill(engine.executors[0].workers[0].process_id, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(
+            CheckpointError, match=r"was not written: .* on rank 0 \(cpu:7\), which is stopped .SIGSTOP"
+        ):
+            engine.close()
+        assert time.monotonic() - started < 60, "timeout_s is 300"
+    assert checkpoint.read(folder).state["extra"] == {"step": 3}
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_end_of_the_workers_is_named_by_the_save_whoever_found_it(
+    tmp_path: Path, asks: bool, is_known: bool
+) -> None:
+    """``is_known``: a call of another kind was told, so that later ones are refused."""
+    died = WorkerDiedError(rank=1, device="cpu:1", method="end_save", how="was killed by SIGKILL")
+    errors: list[Exception] = [died]
+
+    def call(*_: object) -> Any:
+        error, errors[0] = errors[0], StateError("refused")
+        errors[0].__cause__ = died
+        raise error
+
+    if is_known:
+        with contextlib.suppress(WorkerDiedError):
+            call()
+    pending = PendingSave(tmp_path, "data-000000000001", call, call)
+    assert not asks or pending.done()
+    text = rf"the checkpoint {tmp_path} was not written: {re.escape(str(died))}; there is none before it"
+    with pytest.raises(CheckpointError, match=text) as raised:
+        pending.result()
+    assert raised.value.__cause__ is died
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_save_that_was_complete_when_the_workers_ended_has_succeeded(tmp_path: Path, asks: bool) -> None:
+    """Its seconds are known to nobody any more."""
+    for write in shares(tmp_path, 1):
+        write()
+
+    def call(*_: object) -> Any:
+        raise WorkerDiedError(rank=1, device="cpu:1", method="end_save", how="was killed by SIGKILL")
+
+    pending = PendingSave(tmp_path, f"data-{1:012x}", call, call)
+    assert not asks or pending.done()
+    assert math.isnan(pending.result())
+    assert pending.has_succeeded and pending.done() and pending.unseen_error is None
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torch import Tensor
 import rlcore
 from rlcore.engines.checkpoints import checkpoint, loading, verify
 from rlcore.engines.checkpoints.checkpoint import Save
+from rlcore.engines.checkpoints.damage import damage_of
 from rlcore.engines.checkpoints.manifest import encode_manifest
 from rlcore.engines.checkpoints.random_states import random_states
 from rlcore.engines.checkpoints.saved_tensor import TensorPart, covers_once, parts_of
@@ -36,7 +37,8 @@ def write_shares(folder: Path, save: str, size: int = 2, algorithm: str = "xxh3_
         own = parts_of({f"rank-{rank}-x": torch.arange(5)})
         groups = ["weights", "optimizer", "rng"]
         share = Save(folder, Stamp(save, algorithm), rank=rank, size=size, groups=groups, state={"step": 1})
-        share.write({"weights": {"w": matrix}, "optimizer": {"m": matrix}, "rng": own})
+        with share.held():
+            share.write({"weights": {"w": matrix}, "optimizer": {"m": matrix}, "rng": own})
     return folder
 
 
@@ -127,6 +129,17 @@ def drop_digests(folder: Path) -> None:
     old = in_format_3(write_shares(folder / "other", "1" * 12))
     shutil.copy(file_of(old, "weights-1"), file_of(folder, "weights-1"))
     shutil.rmtree(old)
+
+
+def test_each_damaged_file_is_reported_with_its_own_damage(tmp_path: Path) -> None:
+    """A file that belongs elsewhere is found although the parts of a group, of which one is damaged, are not joined."""
+    folder = write_shares(tmp_path, "1" * 12)
+    copy_another_step(folder)
+    flip(file_of(folder, "weights-0"), -1)
+    found = {Path(file.file).stem: file.error for file in verify.verify(folder).files if file.error}
+    assert found.keys() == {"weights-0", "weights-1"}
+    assert "differ from their digest" in found["weights-0"]
+    assert f"of the save {'2' * 12}, where weights-1.safetensors of the save {'1' * 12} belongs" in found["weights-1"]
 
 
 def use_another_folder(folder: Path) -> None:
@@ -483,6 +496,31 @@ def test_verify_finds_every_damaged_file_of_a_checkpoint(tmp_path: Path) -> None
         "weights-1.safetensors": "the data of w differ from their digest",
         "rng-0.safetensors": "it is not there",
     }
+
+
+@pytest.mark.parametrize("moment", ["file by file", "all together"])
+def test_verify_leaves_a_checkpoint_that_a_save_replaces_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    folder = write_shares(tmp_path, "1" * 12)
+    name = {"file by file": "_checked", "all together": "open_parts"}[moment]
+    real = getattr(verify, name)
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        write_shares(tmp_path, "2" * 12)
+        return real(*arguments)
+
+    monkeypatch.setattr(verify, name, late)
+    report = verify.verify(folder)
+    assert report.is_whole and report.save == "2" * 12
+
+
+def test_a_file_that_goes_while_a_library_opens_it_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), damage_of(tmp_path / "weights-0.safetensors"):
+        raise RuntimeError("unable to open file <...> in read-only mode: No such file or directory (2)")
+    with pytest.raises(RuntimeError, match="another"), damage_of(tmp_path):
+        raise RuntimeError("another")
 
 
 def test_verify_finds_damage_in_an_export(engine: rlcore.TrainEngine, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,8 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 
 def save(folder: Path, step: int) -> None:
     share = Save(folder, Stamp(f"{step:012x}"), rank=0, size=1, groups=["weights"], state={"step": step})
-    share.write({"weights": parts_of({"w": torch.full((10,), float(step))})})
+    with share.held():
+        share.write({"weights": parts_of({"w": torch.full((10,), float(step))})})
 
 
 # ------------------------------------------------------------------------------------------------------- saves
@@ -106,7 +110,7 @@ def test_folders_and_files_that_no_save_wrote_stay(tmp_path: Path) -> None:
 
 def test_what_killed_saves_left_goes_with_the_next(tmp_path: Path) -> None:
     write(tmp_path, {
-        ".manifest.json.x1_abcde": "{",
+        ".manifest.json.rlcore-x1_abcde": "{",
         f"data-{7:012x}/rlcore-save": "",
         f"data-{7:012x}/.weights-1.safetensors": "a part",
         f"data-{7:012x}/weights-0.safetensors": "whole",
@@ -114,6 +118,63 @@ def test_what_killed_saves_left_goes_with_the_next(tmp_path: Path) -> None:
     (tmp_path / f"data-{8:012x}").mkdir()
     save(tmp_path, 9)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"data-{9:012x}", "manifest.json"]
+
+
+def test_what_killed_saves_left_goes_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be what fills the disk."""
+    save(tmp_path, 1)
+    expected = contents(tmp_path)
+    write(tmp_path, {
+        ".manifest.json.rlcore-x1_abcde": "{",
+        f"data-{7:012x}/rlcore-save": "",
+        f"data-{7:012x}/weights-0.safetensors": "whole",
+    })  # fmt: skip
+
+    def write_parts(*_: object) -> None:
+        found = contents(tmp_path)
+        assert expected.keys() == {name for name in found if not name.startswith(f"data-{8:012x}")}
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(checkpoint, "write_parts", write_parts)
+    with pytest.raises(OSError, match="the disk is full"):
+        save(tmp_path, 8)
+
+
+def test_what_another_program_still_writes_is_not_taken_for_left_behind(tmp_path: Path) -> None:
+    other = Save(tmp_path, Stamp(f"{1:012x}"), rank=0, size=1, groups=["weights"], state={"step": 1})
+    with other.held():
+        for step in (2, 3):
+            save(tmp_path, step)
+            assert checkpoint.read(tmp_path).state == {"step": step}
+        other.write({"weights": parts_of({"w": torch.ones(10)})})
+    assert checkpoint.read(tmp_path).state == {"step": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"data-{1:012x}", "manifest.json"]
+
+
+def test_a_save_that_begins_as_another_looks_is_not_taken_for_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes the marker between two looks at its folder."""
+    other = Save(tmp_path, Stamp(f"{1:012x}"), rank=0, size=1, groups=["weights"], state={"step": 1})
+    other.data.mkdir()
+    real = os.open
+
+    with contextlib.ExitStack() as others:
+
+        def open_then_begin(path: Any, *arguments: Any, **options: Any) -> int:
+            try:
+                return real(path, *arguments, **options)
+            except FileNotFoundError:
+                monkeypatch.undo()
+                others.enter_context(other.held())
+                raise
+
+        monkeypatch.setattr(os, "open", open_then_begin)
+        save(tmp_path, 2)
+        other.write({"weights": parts_of({"w": torch.ones(10)})})
+    assert checkpoint.read(tmp_path).state == {"step": 1}
 
 
 def test_a_save_follows_a_link_to_its_folder(tmp_path: Path) -> None:
@@ -145,6 +206,38 @@ def test_a_project_with_a_config_is_not_replaced(engine: rlcore.TrainEngine, tmp
     ):
         engine.export(project)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("moment", ["as it writes", "as it takes the earlier one away"])
+def test_what_a_killed_export_left_goes_with_the_next(
+    engine: rlcore.TrainEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    folder = tmp_path / "model"
+    engine.export(folder)
+    expected = contents(folder)
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "write_record", die)
+        if moment == "as it takes the earlier one away":
+            patch.undo()
+            rename = Path.rename
+            patch.setattr(Path, "rename", lambda self, to: die() if self.name == "new" else rename(self, to))
+        module = engine.executors[0].workers[0].worker.module  # a fork may not use the engine
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(Exception):
+                export_module.export(module, folder, max_shard_bytes=1 << 30, writes=True)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".model.rlcore-*"))) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "_write", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            engine.export(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"] and contents(folder) == expected
 
 
 def test_an_export_in_which_somebody_has_put_files_is_not_replaced(engine: rlcore.TrainEngine, tmp_path: Path) -> None:

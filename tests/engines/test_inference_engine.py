@@ -26,11 +26,10 @@ from rlcore.errors import (
     UnsupportedError,
     WorkerDiedError,
 )
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
 from .train_batches import packed
-from .train_policy import truth_of
+from .train_policy import adamw_policy, truth_of
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 PROMPTS = ["1+1=", "90210-777=", "3", "12*12+12="]
@@ -113,12 +112,7 @@ def policy_of(folder: Path) -> Any:
     from transformers import AutoConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
     base = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM}[AutoConfig.from_pretrained(folder).model_type]
-
-    class Policy(HuggingFaceTrainModule, base):  # type: ignore[misc, valid-type]
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-
-    return Policy
+    return adamw_policy(base, lr=0.05)
 
 
 def model_of(engine: Any) -> Any:

@@ -178,6 +178,18 @@ def test_reserved_memory_is_there_before_the_first_move(device: Any) -> None:
     assert not group_of(device, random_tensors(device, [99_000])).offload().first_use
 
 
+def test_the_smallest_block_that_is_large_enough_is_lent_or_the_largest() -> None:
+    arena = HostArena(rlcore.get_device("cpu"))
+    for total in (KIB, 5 * KIB, 7 * KIB):
+        arena.reserve(total)
+        arena.wait()
+    assert [arena.take(wanted, waits=False).nbytes for wanted in (KIB + 1, KIB + 1, 4 * KIB)] == [
+        *(2 * KIB, 4 * KIB),
+        KIB,
+    ]
+    assert arena.take(1, waits=False) is None
+
+
 def test_what_is_still_being_allocated_is_given_back_too(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun, has_been_trimmed, allocate = threading.Event(), threading.Event(), HostArena._allocate
     given_back: list[int] = []

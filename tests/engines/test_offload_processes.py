@@ -20,9 +20,9 @@ import rlcore
 from rlcore.engines.fsdp2.executor import Fsdp2Executor
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.errors import DeviceError, RlcoreError, WorkerDiedError, WorkerError
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from tests.engines.ask import ask
+from tests.engines.train_policy import adamw_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -88,10 +88,7 @@ class SmallDevice:
 def policy() -> Any:
     from transformers import Qwen2ForCausalLM
 
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-
+    class Policy(adamw_policy(Qwen2ForCausalLM, lr=1e-2)):  # type: ignore[misc]
         def install(self, small: Any, dies_after: int | None = None) -> None:
             small.install(pytest.MonkeyPatch(), dies_after)
 

@@ -13,8 +13,8 @@ import rlcore
 from rlcore.engines.offload import host_arena as arena_module
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.errors import DeviceError, InvalidInputError, StateError
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from tests.engines.train_policy import adamw_policy
 
 Build = Callable[..., Any]
 
@@ -28,11 +28,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def policy() -> Any:
     from transformers import Qwen2ForCausalLM
 
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    return Policy
+    return adamw_policy(Qwen2ForCausalLM, lr=1e-2)
 
 
 @pytest.fixture

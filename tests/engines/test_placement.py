@@ -13,6 +13,7 @@ import pytest
 
 from rlcore.engines.placement import choose_devices
 from rlcore.errors import DeviceError, InvalidInputError
+from tests.warm import LIMIT_S
 
 
 def names(found: list[Any]) -> list[str]:
@@ -150,7 +151,7 @@ def test_names_count_the_visible_devices() -> None:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
             check=True,
         )
         ours, theirs = done.stdout.split()

@@ -20,7 +20,7 @@ from tests.accuracy import assert_as_accurate
 
 from .plain_training import keep_float64
 from .train_batches import VOCAB, packed_batch
-from .train_policy import Build, Place, engines_of, policy_gradient, truth_of
+from .train_policy import Build, Place, adamw_policy, engines_of, policy_gradient, truth_of
 
 choice = pytest.importorskip("rlcore.packed.choice")
 
@@ -38,9 +38,7 @@ def test_a_compiled_block_is_one_graph(qwen2_folder: Path, monkeypatch: pytest.M
     from torch._dynamo.utils import counters
     from transformers import Qwen2ForCausalLM
 
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+    Policy = adamw_policy(Qwen2ForCausalLM, lr=1e-2)
 
     possible = choice.Implementation(attend, lambda call, device: None)
     monkeypatch.setitem(choice.IMPLEMENTATIONS, "per_sequence", possible)

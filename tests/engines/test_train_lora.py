@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import rlcore
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.nn import HuggingFaceTrainModule, TrainModule
+from rlcore.nn import TrainModule
 from rlcore.ops import ppo_clip
 from tests.accuracy import assert_same_bits
+from tests.engines.train_policy import adamw_policy
 
 from .plain_training import Truth, assert_weights_as_accurate
 from .train_batches import assert_same_weights, packed_batch
@@ -35,10 +36,7 @@ WRAPPERS = ("base_model.", "base_layer", "_orig_mod", "_checkpoint_wrapped_modul
 
 
 def policy_of(transformers_class: Any) -> Any:
-    class Policy(HuggingFaceTrainModule, transformers_class):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)  # else signs of 0 to rounding
-
+    class Policy(adamw_policy(transformers_class, lr=1e-2, eps=1e-3)):  # eps: else signs of 0 to rounding
         def what_trains(self) -> dict[str, list[str]]:
             names = {parameter: name for name, parameter in self.named_parameters()}
             return {

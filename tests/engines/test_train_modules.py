@@ -28,7 +28,7 @@ from tests.accuracy import assert_as_accurate
 
 from .plain_training import Truth, assert_metrics
 from .train_batches import VOCAB, assert_same_weights, packed_batch
-from .train_policy import truth_of_own
+from .train_policy import adamw_policy, truth_of_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -239,10 +239,7 @@ def vision_folder(tmp_path_factory: pytest.TempPathFactory, tiny_config: dict[st
 def seeing(folder: Path, is_plain: bool) -> Any:
     from transformers import Qwen2VLForConditionalGeneration
 
-    class Seeing(HuggingFaceTrainModule, Qwen2VLForConditionalGeneration):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
-
+    class Seeing(adamw_policy(Qwen2VLForConditionalGeneration, lr=1e-2, eps=1e-3)):  # type: ignore[misc]
         def look(self, ids_NL: Tensor, pixels: Tensor, grid_N3: Tensor) -> float:
             """One step on captions: the mean over rows, of which each worker has as many."""
             images = (ids_NL == self.config.image_token_id).int()
@@ -339,11 +336,8 @@ def test_names_of_a_file_are_tried_before_those_of_the_module(llava_folder: Path
 def critic_class() -> Any:
     from transformers import Qwen2ForTokenClassification
 
-    class Critic(HuggingFaceTrainModule, Qwen2ForTokenClassification):
+    class Critic(adamw_policy(Qwen2ForTokenClassification, lr=1e-2, eps=1e-3)):  # type: ignore[misc]
         new_parameters = ("score",)
-
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
         def values(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
             """[N, L] on the host, 0 on padding."""

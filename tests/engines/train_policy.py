@@ -42,6 +42,16 @@ def places(*workers_of_each: tuple[str, int, Any]) -> Any:
     )
 
 
+def adamw_policy(transformers_class: Any, **options: Any) -> Any:
+    """Return a module class of a transformers model, trained by AdamW with these options."""
+
+    class Policy(HuggingFaceTrainModule, transformers_class):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), **options)
+
+    return Policy
+
+
 def train_policy() -> Any:
     from transformers import Qwen2ForCausalLM
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlcore.errors import InvalidInputError, PluginError, UnsupportedError
-from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.dispatch import Query, check_implementation, choose, outranked
 from rlcore.ops import token_logprob
 from rlcore.registry import OpImplementation, registry
 
@@ -92,6 +92,57 @@ def test_an_implementation_that_cannot_be_imported_names_its_plugin() -> None:
         PluginError, match=r"'broken' of add is not at 'no_such_package.module:fn': .*DISABLE_PLUGINS=acme"
     ):
         choose("add", QUERY)
+
+
+def built_in(name: str, priority: int) -> OpImplementation:
+    return OpImplementation("add", "*", name, priority, here("add_one"), None, "kernels")
+
+
+def takes_nothing() -> int:
+    return 1
+
+
+def raises(query: Query) -> str | None:
+    raise SystemExit(f"no licence for {query.vocab_size}")
+
+
+def answers_yes(query: Query) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    ("predicate", "reason"),
+    [
+        ("raises", "SystemExit: no licence for 100"),
+        ("answers_yes", "PluginError: it answered True, which is neither a reason nor None"),
+        ("nowhere", "AttributeError: "),
+    ],
+)
+def test_a_plugins_predicate_that_fails_refuses_with_its_plugin(
+    predicate: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry().ops["add"].append(implementation("sick", 99, when=predicate))
+    choice = choose("add", QUERY)
+    assert choice.implementation == "even"
+    told = dict(choice.refused)["sick"]
+    assert told.startswith(f"its predicate {here(predicate)} of plugin 'test plugin' failed: {reason}")
+    assert f"implementation 'sick' of add is left out: {told}" in caplog.text
+    with pytest.raises(PluginError, match=r"the predicate .* 'sick' of add failed: .*DISABLE_PLUGINS=test plugin"):
+        check_implementation(registry().ops["add"][-1])
+
+
+def test_a_plugins_implementation_with_other_arguments_names_its_plugin() -> None:
+    wrong = OpImplementation("add", "*", "wrong", 99, here("takes_nothing"), None, "acme")
+    registry().ops["add"] += [built_in("reference", -1), wrong]
+    with pytest.raises(PluginError, match=r"'wrong' of add takes \(\), and is called with \(x\): .*plugin 'acme'"):
+        choose("add", QUERY)
+
+
+def test_what_a_plugin_goes_before_is_known() -> None:
+    on_npu, above, below = implementation("on npu", 40, device="npu"), implementation("above", 30), built_in("own", 20)
+    registry().ops["add"] += [on_npu, above, below, implementation("lower", 5)]
+    assert outranked(on_npu) == outranked(above) == [below]
+    assert outranked(registry().ops["add"][-1]) == outranked(below) == []
 
 
 def test_a_device_specific_implementation_wins_a_tie() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import LIMIT_S
+
 LAUNCHER = Path(__file__).with_name("fork_ranks.py")
 
 
@@ -25,7 +27,7 @@ def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        said, _ = ranks.communicate(timeout=500)
+        said, _ = ranks.communicate(timeout=LIMIT_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)

@@ -6,7 +6,8 @@ The terms see the same batch packed. One sequence has one token, one has none th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -304,6 +305,26 @@ def test_values_and_gradients_are_the_published_ones(name: str) -> None:
     gradient = torch.autograd.grad(total(make(), x, batch), x)[0]
     assert_equal_in_float64(gradient, want_gradient, terms=L + 16)
     assert gradient[counts].count_nonzero() > 0 and gradient[~counts].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_names_no_package(name: str) -> None:
+    """Worker processes get a term by value: of a function that names one, cloudpickle searches all imported modules."""
+    make, _ = TERMS[name]
+    sent = list(functions_sent(make()))
+    assert sent
+    named = [function.__globals__.get(name) for function in sent for name in function.__code__.co_names]
+    assert [found.__name__ for found in named if isinstance(found, ModuleType) and found.__package__] == []
+
+
+def functions_sent(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions made inside others that a term consists of."""
+    if isinstance(value, sequence_level):
+        yield from functions_sent(value.function)
+    elif isinstance(value, FunctionType) and "<locals>" in value.__qualname__:
+        yield value
+        for cell in value.__closure__ or ():
+            yield from functions_sent(cell.cell_contents)
 
 
 @pytest.mark.parametrize("name", sorted(TERMS.keys() - DETACHED))

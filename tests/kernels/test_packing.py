@@ -90,6 +90,11 @@ def test_micro_batches_hold_every_sequence_once_within_the_limit(count: int) -> 
     assert balance(torch.tensor(lengths), max_tokens=4096) == bins
 
 
+def test_long_sequences_are_placed_first() -> None:
+    """In the order in which they are given, or the shortest first, they would need three micro-batches."""
+    assert balance([4, 4, 6, 6], max_tokens=10) == [[0, 2], [1, 3]]
+
+
 @pytest.mark.parametrize("num_bins", [1, 3, 8])
 def test_a_fixed_number_of_bins_is_filled_evenly(num_bins: int) -> None:
     lengths = draw_lengths(128)

@@ -281,10 +281,13 @@ def test_bad_input_of_whitening_is_refused() -> None:
         masked_whiten(torch.zeros(2), torch.tensor([1.0, torch.nan]))
 
 
+NUM_TOKENS = 200
+
+
 def critic_tokens() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(9)
-    values, returns, noise = torch.randn(3, 200, generator=generator, dtype=torch.float64)
-    return values.requires_grad_(), returns, values.detach() + noise * 0.3, torch.rand(200).double()
+    values, returns, noise = torch.randn(3, NUM_TOKENS, generator=generator, dtype=torch.float64)
+    return values.requires_grad_(), returns, values.detach() + noise * 0.3, torch.rand(NUM_TOKENS).double()
 
 
 def test_the_value_loss_is_half_the_larger_squared_error_and_its_gradient_stops_beyond_the_clip() -> None:
@@ -293,13 +296,13 @@ def test_the_value_loss_is_half_the_larger_squared_error_and_its_gradient_stops_
     v = values.detach()
     clipped = torch.clamp(v, old - 0.2, old + 0.2)
     errors = torch.stack(((v - returns) ** 2, (clipped - returns) ** 2))
-    assert_equal_in_float64(loss, (0.5 * errors.amax(0) * weight).sum(), terms=200)
+    assert_equal_in_float64(loss, (0.5 * errors.amax(0) * weight).sum(), terms=NUM_TOKENS)
     passes = (errors[0] >= errors[1]) | ((v - old).abs() <= 0.2)
     gradient = torch.autograd.grad(loss, values)[0]
     assert_equal_in_float64(gradient, weight * (v - returns) * passes, terms=4)
     share = (weight * (errors[1] > errors[0])).sum() / weight.sum()
-    assert_equal_in_float64(stats["value_clip_mean"], share, terms=200)
-    assert_equal_in_float64(stats["return_mean"], (weight * returns).sum() / weight.sum(), terms=200)
+    assert_equal_in_float64(stats["value_clip_mean"], share, terms=NUM_TOKENS)
+    assert_equal_in_float64(stats["return_mean"], (weight * returns).sum() / weight.sum(), terms=NUM_TOKENS)
     assert 0 < share < 1 and not passes.all()
 
 
@@ -314,8 +317,8 @@ def test_the_value_loss_matches_finite_differences() -> None:
 
 def test_without_a_clip_the_value_loss_is_half_the_squared_error() -> None:
     values, returns, _, weight = critic_tokens()
-    loss, stats = value_loss(values.view(20, 10), returns.view(20, 10), weight.view(20, 10))
-    assert_equal_in_float64(loss, (0.5 * weight * (values - returns) ** 2).sum(), terms=200)
+    loss, stats = value_loss(*(x.view(20, -1) for x in (values, returns, weight)))
+    assert_equal_in_float64(loss, (0.5 * weight * (values - returns) ** 2).sum(), terms=NUM_TOKENS)
     assert stats["value_clip_mean"] == 0 and not stats["value_mean"].requires_grad
 
 
@@ -329,7 +332,7 @@ def test_a_token_of_weight_zero_has_no_part_in_the_value_loss() -> None:
     returns, old = (x.masked_fill(is_masked, math.inf) for x in (returns, old))
     found = value_loss(dirty, returns, weight, old_values=old, clip=0.2)
     assert torch.equal(found.loss, want.loss) and torch.equal(torch.autograd.grad(found.loss, dirty)[0], want_gradient)
-    assert_equal_in_float64(found.stats, want.stats, terms=200)
+    assert_equal_in_float64(found.stats, want.stats, terms=NUM_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,20 @@ CASTS = [
 ]
 
 
-@pytest.fixture(params=["views", "triton"])
+ON_EACH = pytest.mark.parametrize(
+    ("device", "implementation"),
+    [
+        ("cpu", "views"),
+        *[("cpu", "triton")] * (os.environ.get("TRITON_INTERPRET") == "1"),
+        pytest.param("cuda", "views", marks=pytest.mark.gpu),
+        pytest.param("cuda", "triton", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
+"""On the processor Triton's implementation runs under the interpreter alone."""
+
+
+@pytest.fixture
 def implementation(request: pytest.FixtureRequest, device: Any) -> str:
     try:
         choose("strided_copy", Query(device.type, torch.uint8, 0, 0), request.param)
@@ -96,6 +109,7 @@ def expected(pieces: list[StridedPiece], sources: list[Tensor], destinations: li
     return found
 
 
+@ON_EACH
 @pytest.mark.parametrize("dtypes", CASTS, ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_every_piece_arrives_and_nothing_else_changes(
@@ -118,6 +132,7 @@ def test_every_piece_arrives_and_nothing_else_changes(
             assert_within_rounding(got, true, terms=2)  # cut off: up to two half units
 
 
+@ON_EACH
 def test_bits_that_are_no_numbers_arrive_as_they_are(implementation: str, device: Any) -> None:
     bits = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     source = bits.to(device.torch_device).view(torch.bfloat16)
@@ -127,6 +142,7 @@ def test_bits_that_are_no_numbers_arrive_as_they_are(implementation: str, device
     assert torch.equal(destination.view(torch.uint8), source.view(torch.uint8))
 
 
+@ON_EACH
 def test_rounding_is_torchs(implementation: str, rounds_as_torch: bool, device: Any) -> None:
     if not rounds_as_torch:
         pytest.skip("Triton's interpreter does not round")
@@ -138,6 +154,7 @@ def test_rounding_is_torchs(implementation: str, rounds_as_torch: bool, device: 
     assert torch.equal(destination, source.bfloat16())
 
 
+@ON_EACH
 @pytest.mark.parametrize("shift", [0, 16, 1])
 def test_other_tensors_are_used_from_then_on(shift: int, implementation: str, device: Any) -> None:
     pieces = [StridedPiece(0, 0, (10, 64), 0, (64, 1), 0, (64, 1))]
@@ -153,6 +170,7 @@ def test_other_tensors_are_used_from_then_on(shift: int, implementation: str, de
     assert torch.equal(destinations[0], before)
 
 
+@ON_EACH
 def test_nothing_to_copy(implementation: str, device: Any) -> None:
     empty = torch.empty(0, 4, device=device.torch_device)
     StridedCopies([], [], [], implementation="views").run()

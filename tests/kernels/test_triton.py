@@ -18,9 +18,10 @@ INTERPRETED = ["interpreted_triton.py", "interpreted_scans.py", "interpreted_lim
 
 
 @pytest.mark.slow
-def test_kernels_pass_under_the_interpreter(run_python: Callable[..., Any]) -> None:
-    tests = [str(Path(__file__).with_name(name)) for name in INTERPRETED]
-    result = run_python(["-m", "pytest", "-q", *tests], env={"TRITON_INTERPRET": "1"})
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_kernels_pass_under_the_interpreter(name: str, run_python: Callable[..., Any]) -> None:
+    tests = str(Path(__file__).with_name(name))
+    result = run_python(["-m", "pytest", "-q", tests], env={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -54,6 +55,9 @@ def write_steps(config: QuickstartConfig, steps: int) -> Path:
         ("seed", -1, "a whole number in [0, 2**63)"),
         ("seed", 2**63, "a whole number in [0, 2**63)"),
         ("seed", True, "a whole number in [0, 2**63)"),
+        ("threads", 0, "a whole number from 1 to 1024, or None"),
+        ("threads", 1025, "a whole number from 1 to 1024, or None"),
+        ("threads", True, "a whole number from 1 to 1024, or None"),
         ("steps", 0, "a whole number of at least 1"),
         ("steps", 10.0, "a whole number of at least 1"),
         ("output", "outputs", "a pathlib.Path"),
@@ -355,6 +359,16 @@ def test_a_damaged_line_is_named(config: QuickstartConfig, line: bytes) -> None:
         pytest.raises(CheckpointError, match=r"line 3 of .*metrics\.jsonl is damaged: .*; remove that line"),
     ):
         folder.read()
+
+
+def test_a_step_is_on_disk_when_it_was_appended(config: QuickstartConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of a step whose metrics a power failure took could not be resumed."""
+    flushed: list[str] = []
+    with RunFolder(config) as folder:
+        folder.begin()
+        monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").read_text()))
+        folder.append({"step": 1})
+        assert flushed == ['{"step":1}\n']
 
 
 def test_a_kill_while_steps_are_written_loses_at_most_the_last(config: QuickstartConfig) -> None:

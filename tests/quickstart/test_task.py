@@ -59,16 +59,20 @@ def test_a_forgotten_carry_is_missing_from_the_next_digit() -> None:
     assert written_answer(Problem(47, 55), carries_kept=(False, True)) == "29"  # nor then a second one
 
 
+def teachers_accuracy(asked: list[Problem]) -> float:
+    kept, right = 1 - FORGET_PROBABILITY, 0.0
+    for problem, carries in itertools.product(asked, itertools.product((True, False), repeat=2)):
+        probability = (kept if carries[0] else 1 - kept) * (kept if carries[1] else 1 - kept)
+        right += probability * reward(problem, written_answer(problem, carries_kept=carries))
+    return right / len(asked)
+
+
 def test_the_teacher_is_right_49_percent_of_the_time_and_its_imitator_30() -> None:
-    kept = 1 - FORGET_PROBABILITY
-    teacher = imitator = 0.0
+    imitator = 0.0
     for problem in EVERY_PROBLEM:
-        for carries in itertools.product((True, False), repeat=2):
-            probability = (kept if carries[0] else 1 - kept) * (kept if carries[1] else 1 - kept)
-            teacher += probability * reward(problem, written_answer(problem, carries_kept=carries))
         # Whether to carry is decided at each digit anew, so the likeliest digit is the one without the carry.
         imitator += reward(problem, written_answer(problem, carries_kept=(False, False)))
-    assert teacher / len(EVERY_PROBLEM) == pytest.approx(0.49031875)
+    assert teachers_accuracy(EVERY_PROBLEM) == pytest.approx(0.49031875)
     assert imitator / len(EVERY_PROBLEM) == pytest.approx(0.3025)
 
 
@@ -88,6 +92,12 @@ def test_splits_share_no_unordered_pair_and_cover_all() -> None:
     train = problems("train", seed=3)
     assert len(set(train)) == len(train)
     assert {Problem(p.b, p.a) for p in train} == set(train)
+
+
+def test_no_seed_has_a_harder_split_than_another() -> None:
+    """Else the warm-start of some cannot reach the accuracy that it waits for, and that of others ends early."""
+    for seed, split in itertools.product((0, 8, 15, 18), ("gate", "held-out")):
+        assert teachers_accuracy(problems(split, seed=seed)) == pytest.approx(0.49031875, abs=0.004)
 
 
 def test_splits_depend_on_the_seed_only() -> None:

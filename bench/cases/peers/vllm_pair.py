@@ -9,6 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +17,12 @@ import torch
 from torch import Tensor
 
 from rlcore.bench import steps
-from rlcore.bench.cases.models import Drawn, transformers_class
+from rlcore.bench.cases import models
+from rlcore.bench.cases.models import ModelShape
 from rlcore.bench.cases.peers import vllm_worker
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
-from rlcore.meta import meta_device
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.types import OffloadReport
 
 _TIMEOUT_S = 580.0
@@ -32,60 +32,20 @@ _KV_BYTES = 8 << 30
 _KV_BYTES_ON_HOST = 1 << 24
 
 
-class ModelShape(NamedTuple):
-    """The model of both sides, as its transformers configuration."""
-
-    name: str
-    config_class: str
-    model_class: str
-    fields: Mapping[str, Any]
-
-
-_COMMON = {"tie_word_embeddings": False, "max_position_embeddings": 32_768, "dtype": "bfloat16"}
-QWEN_7B = ModelShape(
-    "qwen2.5-7b",
-    "Qwen2Config",
-    "Qwen2ForCausalLM",
-    _COMMON
-    | {
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-)
-QWEN_30B_A3B = ModelShape(
-    "qwen3-30b-a3b",
-    "Qwen3MoeConfig",
-    "Qwen3MoeForCausalLM",
-    _COMMON
-    | {
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-)
-_TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 4,
-    "moe_intermediate_size": 64,
-}
-"""Instead, where the device is a host."""
+def _tiny(shape: ModelShape) -> ModelShape:
+    """Return what stands for a model where the device is a host."""
+    return replace(
+        shape,
+        name=f"{shape.name}-tiny",
+        hidden=128,
+        inner=64 if shape.experts else 256,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        vocabulary=512,
+        head_size=32,
+        experts=min(shape.experts, 4),
+    )
 
 
 class Layout(NamedTuple):
@@ -103,12 +63,12 @@ class Layout(NamedTuple):
 # ------------------------------------------------------------------------------------------------ the two engines
 
 
-def policy(model: ModelShape, device_type: str) -> Any:
+def policy(shape: ModelShape, device_type: str) -> Any:
     """Return a trainer's module on meta; raises MissingDependencyError without transformers."""
 
-    class NegatedPolicy(HuggingFaceTrainModule, transformers_class(model.model_class)):  # type: ignore[misc]
-        def materialization_source(self) -> Any:
-            return Drawn(self, torch.bfloat16, device_type)
+    class NegatedPolicy(models.policy_class(shape)):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            """Make no optimizer: it learns nothing."""
 
         @torch.no_grad()
         def negate(self) -> None:
@@ -119,9 +79,7 @@ def policy(model: ModelShape, device_type: str) -> Any:
         def named(self) -> list[tuple[str, Tensor]]:
             return list(self.named_weights())
 
-    config = transformers_class(model.config_class)(**model.fields, architectures=[model.model_class])
-    with meta_device():
-        return NegatedPolicy._from_config(config)
+    return models.policy(shape, torch.bfloat16, device_type, NegatedPolicy, dtype=torch.bfloat16)
 
 
 def write_folder(module: Any, folder: Path) -> None:
@@ -151,9 +109,7 @@ class VllmPair:
     def __init__(self, model: ModelShape, layout: Layout, device: Device) -> None:
         self.device, self.layout = device, layout
         is_host = device.spec.is_host
-        if is_host:
-            fields = {name: _TINY.get(name, value) for name, value in model.fields.items()}
-            model = model._replace(name=f"{model.name}-tiny", fields=fields)
+        model = _tiny(model) if is_host else model
         self.name, self.state = model.name, 0
         self._files = tempfile.TemporaryDirectory(prefix="rlcore-bench-")
         folder = Path(self._files.name)

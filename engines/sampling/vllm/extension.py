@@ -48,7 +48,7 @@ class ShardAnswer(msgspec.Struct, array_like=True):
     """The answer of ``rlcore_call``."""
 
     result: Any
-    """What the method returned; None after an error."""
+    """The result of the method; None after an error."""
     failure: WorkerFailure | None
     """An error of rlcore's own."""
 

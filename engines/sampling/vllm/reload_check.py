@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.weight_sync.target import Target
+from rlcore.tensor_data import flat_bytes
 from rlcore.weights.source import WeightSource
 
 
@@ -58,8 +59,4 @@ def _first_number(name: str) -> int:
 
 def _is_same(tensor: Tensor, was: Tensor) -> bool:
     """Compare bytes, as a NaN is not equal to itself."""
-    return torch.equal(_bytes(tensor), _bytes(was))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    return torch.equal(flat_bytes(tensor), flat_bytes(was))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlcore.engines.offload.group import OffloadGroup
-from rlcore.engines.offload.host_arena import arena_of
+from rlcore.engines.offload.host_arena import reserve_host_memory
 from rlcore.engines.residency import Move
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
@@ -73,11 +73,7 @@ class TensorParallelShard:
         return report, group.is_away
 
     def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
-        arena = arena_of(self.device)
-        if host_memory_bytes is not None:
-            arena.set_limit(host_memory_bytes)
-        if reserve_host_bytes is not None:
-            arena.reserve(reserve_host_bytes)
+        reserve_host_memory(self.device, host_memory_bytes, reserve_host_bytes)
 
     def memory(self) -> dict[str, Any]:
         memory = self.device.memory

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore._torch_private import storage_key
 from rlcore.device import Device
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sampling.model_folder import check_model_folder
@@ -63,7 +64,7 @@ class VllmTarget(Target):
         """
         known = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
         layer_caches = versions.layer_caches(self._vllm_config.compilation_config)
-        caches = {storage._cdata for storage in distinct_storages(layer_caches)}
+        caches = {storage_key(storage) for storage in distinct_storages(layer_caches)}
         for module in self._model.modules():
             for value in vars(module).values():
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -71,7 +72,7 @@ class VllmTarget(Target):
                         yield module, tensor
 
     def _is_here(self, tensor: Tensor, others: set[int]) -> bool:
-        return tensor.device == self.device.torch_device and tensor.untyped_storage()._cdata not in others
+        return tensor.device == self.device.torch_device and storage_key(tensor.untyped_storage()) not in others
 
     def reload(self, weights: Weights) -> None:
         with nullcontext() if self._is_reloading else self.reloading():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore import _torch_private
 from rlcore.device import Device
 from rlcore.engines.sampling.vllm import ascend
 from rlcore.engines.sampling.vllm.interfaces import (
@@ -293,9 +294,8 @@ def unmap_memory(allocation: VllmAllocation) -> None:
     allocation.is_asleep = True
 
 
-def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
-    """Return a storage of memory that it does not own."""
-    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+storage_at = _torch_private.storage_at
+"""The storage in mapped memory; the module ``ascend`` has one of its own."""
 
 
 def weight_transfer_base() -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import RlcoreError, WorkerDiedError
 from rlcore.process.endings import how_it_ended
+from rlcore.process.memory_kills import MemoryKills
 
 _LOOK_AGAIN_S = 0.2
 _NEWS_S = 2.0
@@ -34,6 +35,7 @@ class WorkerProcesses:
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self._lost = ""
+        self._kills = MemoryKills()
         self._watching = threading.Thread(target=self._watch, name="rlcore-vllm-watch", daemon=True)
         self._are_any = len(context.devices) > 1
         if self._are_any:
@@ -69,7 +71,8 @@ class WorkerProcesses:
         first = next(process for process in processes if process.sentinel == ended[0])
         if (code := _exit_code(first)) == 0:  # it has told vLLM why it ends
             return
-        self._lost = f"{self._name(first)}, which {'has ended' if code is None else how_it_ended(code)}"
+        how = "has ended" if code is None else how_it_ended(code, self._kills.explanation())
+        self._lost = f"{self._name(first)}, which {how}"
         for process in processes:  # vLLM would wait for them, and they for the lost process
             process.kill()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from types import GenericAlias
+from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 
@@ -41,15 +42,35 @@ class RemoteResult(msgspec.Struct, frozen=True):
 
     number: int
     error: str
-    """Why the method failed; "" if it did not."""
-    result: Any = None
+    """The reason why the method failed; "" if it did not."""
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """The method's result; None (msgpack's nil) if it failed."""
+
+
+class CallTypes(NamedTuple):
+    """The types of a method's arguments and result, by which each end checks what the other sends."""
+
+    arguments: Any
+    """A tuple of all arguments."""
+    result: Any
+
+    @classmethod
+    def of(cls, method: Callable[..., Any]) -> CallTypes:
+        hints = get_type_hints(method)
+        result = hints.pop("return")
+        return cls(GenericAlias(tuple, tuple(hints.values())), result)
 
 
 class RemotePeer(SyncPeers):
-    """The receiver at the other end of a channel."""
+    """The receiver at the other end of a channel.
 
-    def __init__(self, control: Control, label: str = "the receiver") -> None:
+    Args:
+        methods: the types of each method that it has.
+    """
+
+    def __init__(self, control: Control, methods: Mapping[str, CallTypes], label: str = "the receiver") -> None:
         self.label = label
+        self._methods = methods
         self._control = control
         self._numbers = itertools.count(time.monotonic_ns())  # answers to an earlier sender are not taken
         self._is_late = False
@@ -73,7 +94,7 @@ class RemotePeer(SyncPeers):
         self._is_late = False
         if answer.error:
             raise SyncError(f"{method}() failed at {self.label}: {answer.error}")
-        return [answer.result]
+        return [decoded(answer.result, self._methods[method].result, f"result of {method}()")]
 
     def _answer(self, deadline: float) -> RemoteResult:
         return decoded(self._control.recv(max(0.0, deadline - time.monotonic())), RemoteResult, "answer")
@@ -95,10 +116,10 @@ def send(control: Control, message: RemoteCall | RemoteResult, timeout_s: float)
         control.send(data)
 
 
-def remote_peers(control: Control | Sequence[Control]) -> SyncPeers:
+def remote_peers(control: Control | Sequence[Control], methods: Mapping[str, CallTypes]) -> SyncPeers:
     """Return the receivers at the other end of one or several channels."""
     if not isinstance(control, Sequence):
-        return RemotePeer(control)
+        return RemotePeer(control, methods)
     if not control:
         return LocalPeers("no receiver of this rank's", [])
-    return JoinedPeers([RemotePeer(one, f"receiver {number}") for number, one in enumerate(control)])
+    return JoinedPeers([RemotePeer(one, methods, f"receiver {number}") for number, one in enumerate(control)])

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.weight_sync.messages import decoded
 from rlcore.errors import CollectiveError, RlcoreError, SyncError, WorkerDiedError, WorkerTimeoutError
 
 Call = tuple[Any, ...]
@@ -166,7 +167,7 @@ class SpmdPeers(SyncPeers):
         self.label = own.label
         self._own = own
         self._all_gather = all_gather
-        counts = [msgspec.msgpack.decode(data, type=int) for data in all_gather(msgspec.msgpack.encode(len(own)))]
+        counts: list[int] = [decoded(data, int, "count") for data in all_gather(msgspec.msgpack.encode(len(own)))]
         self._slice = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         self._count = sum(counts)
 
@@ -178,7 +179,8 @@ class SpmdPeers(SyncPeers):
         except RlcoreError as raised:
             error, failure = raised, str(raised) or type(raised).__name__
         answers = [
-            msgspec.msgpack.decode(data) for data in self._all_gather(msgspec.msgpack.encode((failure, results)))
+            decoded(data, tuple[str, list[Any]], "answer of a rank")
+            for data in self._all_gather(msgspec.msgpack.encode((failure, results)))
         ]
         if error is not None:
             raise error

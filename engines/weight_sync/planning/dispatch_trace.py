@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlcore._torch_private import COPY_TO
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, compose, visible
 from rlcore.engines.weight_sync.planning.strided_layout import NotNestedError
@@ -62,10 +63,11 @@ def weights_of(origin: Origin) -> frozenset[int]:
 class StorageTrace:
     """The writes to one storage, in elements of one dtype."""
 
-    __slots__ = ("dtype", "owner", "weight", "weights", "writes")
+    __slots__ = ("dtype", "key", "owner", "weight", "weights", "writes")
 
     def __init__(self, tensor: Tensor, weight: int | None = None) -> None:
         self.owner = tensor.untyped_storage()  # keeps its address from being used again
+        self.key = storage_key(tensor)
         self.dtype = tensor.dtype
         self.weight = weight
         self.weights: set[int] = set() if weight is None else {weight}
@@ -135,7 +137,7 @@ class LoaderTracer(DispatchTracer):  # type: ignore[no-untyped-call]
             aten.fill_.Scalar: self._fill_,
             aten.zero_.default: self._fill_,
             aten.clone.default: self._clone,
-            aten._to_copy.default: self._clone,
+            COPY_TO: self._clone,
             aten.cat.default: self._cat,
             aten.stack.default: self._stack,
         }

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rlcore.engines.weight_sync.transports.buckets import Bucket, BucketPiece, fill, unpacking
+from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 
@@ -66,11 +67,27 @@ class PlanExecution:
         self._unpackers, self._whole = {}, None
 
     def buckets(self, slot_bytes: int) -> list[list[Bucket]]:
-        """Return the buckets of each sender, cut as the senders cut them."""
+        """Return the buckets of each sender, cut as the senders cut them.
+
+        Raises:
+            SyncError: buckets of another cut have come in this round; the two could not be counted together.
+        """
         if self._slot_bytes != slot_bytes:
+            if self.done:
+                raise SyncError(
+                    f"a bucket came that was cut for slots of {slot_bytes} bytes, and those before it for "
+                    f"{self._slot_bytes}"
+                )
             self._buckets = [fill(own, slot_bytes) for own in self.pieces]
             self._unpackers, self._slot_bytes = {}, slot_bytes
         return self._buckets
+
+    def bucket(self, slot_bytes: int, sender: int, number: int) -> Bucket:
+        """Return one of the ``buckets``; raises SyncError if the plan has no such."""
+        buckets = self.buckets(slot_bytes)
+        if sender not in range(len(buckets)) or number not in range(len(buckets[sender])):
+            raise SyncError(f"plan {self.digest} has no bucket {number} of sender {sender}")
+        return buckets[sender][number]
 
     def unpacker(self, sender: int, bucket: int) -> CopyExecution:
         """Return the copies from a slot to the destinations."""
@@ -145,7 +162,7 @@ class _BoundTensors:
         """Look the tensors up; returns True if one has moved since the last time."""
         if given is self._given:
             return False
-        self._given = given
         self.tensors = [given[key] for key in self._keys]
+        self._given = given
         before, self._addresses = self._addresses, [tensor.data_ptr() for tensor in self.tensors]
         return before != self._addresses

@@ -99,7 +99,7 @@ class LoaderTrace:
     unwritten: dict[str, int] = field(default_factory=dict)
     """How many elements no weight wrote, for each destination that is written in part, or might be but for failures."""
     refusal: str = ""
-    """Why these are the weights of another model, so that no load of them can be complete; or ""."""
+    """The reason why these are the weights of another model, so that no load of them can be complete; or ""."""
 
 
 def trace_loader(
@@ -248,7 +248,7 @@ class _TraceReader:
             now = self._after.get(name)
             if now is None:
                 return "its loader takes it away"
-            if storage_key(now) != storage.owner._cdata or now.numel() == 0:
+            if storage_key(now) != storage.key or now.numel() == 0:
                 return "its loader puts another tensor in its place"
             if len(names) == 1 and _TensorLayout.of(now) != layout:
                 return "its loader changes its shape"

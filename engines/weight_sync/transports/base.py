@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
+from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import SyncPeers
 
 Route = Literal["local", "direct", "packed", "collective"]
@@ -42,12 +43,20 @@ class Transport(ABC):
     """``open`` refused because there is too much memory to open each time."""
     waits_by_event = False
     """Devices wait for each other, and not each process for its own."""
-    rendezvous = ""
-    """Folder of the process group that it has formed; "" where it has none."""
+    store: StoreFolder | None = None
+    """Folder of the process group that it has formed, for as long as any member is in the group."""
 
     def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
         self._senders = senders
         self._receivers = receivers
+
+    @property
+    def rendezvous(self) -> str:
+        """The path of ``store``, "" without one."""
+        return "" if self.store is None else self.store.path
+
+    def close(self, left: TimeLeft) -> None:  # noqa: B027
+        """Let go of what peers do not let go of by themselves; another transport of the same peers follows."""
 
     @abstractmethod
     def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: TimeLeft) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 
-from rlcore.engines.launchers.runtime_files import new_store
+from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import SyncPeers, at_once
 from rlcore.engines.weight_sync.messages import Packing, Sending
 from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft
@@ -22,10 +21,10 @@ class CollectiveTransport(StagedTransport):
         self._timeout_s = 0.0
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
-        if self.rendezvous and self._timeout_s < left():
+        if self.store is not None and self._timeout_s < left():
             return 0
-        self._leave(left)
-        self.rendezvous, self._timeout_s = str(new_store()), PATIENCE * left()
+        self.close(left)
+        self.store, self._timeout_s = StoreFolder(), PATIENCE * left()
         size = len(self._senders) + len(self._receivers)
         join = [(self.rendezvous, rank, size, self._timeout_s) for rank in range(size)]
         self._beside(
@@ -34,11 +33,12 @@ class CollectiveTransport(StagedTransport):
         )
         return 0
 
-    def _leave(self, left: TimeLeft) -> None:
-        if self.rendezvous:
+    def close(self, left: TimeLeft) -> None:
+        if self.store is not None:
             self._senders.call("leave", [(self.rendezvous,)] * len(self._senders), left())
             self._receivers.call("leave", None, left())
-            shutil.rmtree(self.rendezvous, ignore_errors=True)
+            self.store.remove()
+            self.store = None
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: TimeLeft) -> int:
         steps = self._steps(round_id, digests, is_checked)

@@ -76,7 +76,13 @@ class ImportedMemory:
         return len(handles)
 
     def sources(self) -> dict[str, Tensor]:
-        """Return the senders' tensors by ``source_name``; the same mapping while none has moved."""
+        """Return the senders' tensors by ``source_name``; the same mapping while none has moved.
+
+        Raises:
+            SyncError: none are open.
+        """
+        if not self._offered:
+            raise SyncError("data came out of order: the trainer's tensors have not been opened")
         given = [offered.tensors() for offered in self._offered]
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given = given
@@ -88,7 +94,13 @@ class ImportedMemory:
         return self._sources
 
     def slot(self, sender: int, slot: int) -> Tensor:
-        """Return a slot of a sender where it is, [slot_bytes] uint8."""
+        """Return a slot of a sender where it is, [slot_bytes] uint8.
+
+        Raises:
+            SyncError: it is not open.
+        """
+        if sender not in range(len(self._staging_buffers)):
+            raise SyncError(f"data came out of order: the staging buffers of sender {sender} have not been opened")
         return slot_of(self._staging_buffers[sender].tensor, slot)
 
     def received(self, sender: int, slot: int, nbytes: int) -> Tensor:

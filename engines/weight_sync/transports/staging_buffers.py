@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore import held_memory
 from rlcore.device import Device
 from rlcore.engines.weight_sync.planning.manifest import dtype_of
 from rlcore.engines.weight_sync.transports.buckets import ALIGNMENT, Bucket
@@ -43,6 +44,13 @@ class StagingBuffers:
         self._owner = host_device() if is_on_host else device
         self._shared = _allocated(self._owner, slot_bytes) if is_on_host else self._memory
         self._handle: IpcHandle | None = None
+        held_memory.report(self, StagingBuffers._held)
+
+    def _held(self) -> dict[str, int]:
+        held = {f"staging buffers of weight syncs on {self._memory.device}": self._memory.nbytes}
+        if self.is_on_host:
+            held["staging buffers of weight syncs, on the host"] = self._shared.nbytes
+        return held
 
     @property
     def handle(self) -> IpcHandle:

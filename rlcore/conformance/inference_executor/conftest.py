@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from rlcore.conformance.reference import SamplerTruth
-from rlcore.conformance.tiny_model import changed, write_tiny_model
+from rlcore.conformance.tiny_model import changed
 from rlcore.conformance.under_test import UnderTest, mend_inference, mend_train, new_train
 from rlcore.engines.sampling.model_folder import check_model_folder
-
-
-@pytest.fixture(scope="session")
-def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given: Path | None = pytestconfig.getoption("--model")
-    return given or write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")

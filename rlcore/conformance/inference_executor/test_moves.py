@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.conformance.promise import promise
 from rlcore.conformance.reference import SamplerTruth
-from rlcore.conformance.under_test import UnderTest
+from rlcore.conformance.under_test import UnderTest, nbytes
 from rlcore.errors import StateError
 
 PARAMS = {"max_tokens": 8, "ignore_eos": True, "seed": 3}
@@ -38,12 +38,6 @@ KV_CACHE_AFTER = {
 }
 """The same of the KV cache, which is made anew: its values are worth nothing."""
 WAY_TO = {"loaded": (), "offloaded": ("offload",), "released": ("meta",), "empty": ("meta", "onload")}
-
-
-def nbytes(engine: Any, tag: str) -> tuple[int, int]:
-    """On the devices, and in host memory."""
-    tags = [report["tags"][tag] for report in engine.memory_report()]
-    return sum(one["device_bytes"] for one in tags), sum(one["host_bytes"] for one in tags)
 
 
 @promise("The report has both tags, and the bytes of the weights.", "memory_report")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from rlcore.conformance.ends import GONE_S
 from rlcore.conformance.promise import promise
-from rlcore.conformance.under_test import GONE_S
 from rlcore.errors import StateError
 
 PARAMS = {"max_tokens": 8, "ignore_eos": True, "seed": 3}
@@ -66,6 +66,15 @@ def test_abort_gives_up_what_it_names(infer: Any, prompts: Any) -> None:
     kept = [place for place, number in enumerate(numbers) if number in found]
     assert kept == [0, 2, 3], "another one was lost"
     assert tokens(found[numbers[place]] for place in kept) == [expected[place] for place in kept]
+
+
+@promise("abort() also gives up what has ended and was not collected, and does not count it.", "abort")
+def test_abort_gives_up_what_has_ended(infer: Any, prompts: Any) -> None:
+    first, second = infer.submit(prompts[:2], PARAMS)
+    infer.pause("wait")
+    assert infer.abort([first]) == 0, "it had ended"
+    infer.resume()
+    assert set(collected(infer, 1)) == {second}, "what was given up was collected"
 
 
 @promise("abort() without numbers gives up all, and the engine goes on.", "abort")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlcore.conformance.promise import by_route, promise
 from rlcore.conformance.reference import SamplerTruth
-from rlcore.conformance.tiny_model import write_tiny_model
+from rlcore.conformance.tiny_model import damaged_copy, write_tiny_model
 from rlcore.conformance.under_test import UnderTest
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import CheckpointError, RlcoreError, StateError, SyncError
@@ -178,9 +178,7 @@ def test_a_folder_is_loaded(infer: Any, newer: Path, weights: Any, prompts: Any)
 
 @promise("A folder that is damaged, or of another model, is refused and changes nothing.", "read_weights")
 def test_a_bad_folder_is_refused(infer: Any, newer: Path, prompts: Any, truth: SamplerTruth, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(newer, damaged)
-    (damaged / "model.safetensors").write_bytes((newer / "model.safetensors").read_bytes()[:-64])
+    damaged = damaged_copy(newer, tmp_path / "damaged")
     other = write_tiny_model(tmp_path / "other", hidden_size=32, num_hidden_layers=1)
     for path, kind in ((tmp_path / "absent", CheckpointError), (damaged, CheckpointError), (other, SyncError)):
         with pytest.raises(kind):

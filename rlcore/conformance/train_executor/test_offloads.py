@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 
 from rlcore.conformance.promise import promise
-from rlcore.conformance.under_test import UnderTest, same_weights
+from rlcore.conformance.under_test import UnderTest, nbytes, same_weights
 from rlcore.errors import StateError
 
 TAGS = ("weights", "optimizer", "grads")
-
-
-def nbytes(engine: Any, tag: str) -> tuple[int, int]:
-    """On the devices, and in host memory."""
-    tags = [report["tags"][tag] for report in engine.memory_report()]
-    return sum(one["device_bytes"] for one in tags), sum(one["host_bytes"] for one in tags)
 
 
 @pytest.fixture

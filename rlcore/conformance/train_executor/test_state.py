@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlcore.conformance.promise import promise
-from rlcore.conformance.tiny_model import changed
+from rlcore.conformance.tiny_model import changed, damaged_copy
 from rlcore.conformance.under_test import UnderTest, new_train, same_weights
 from rlcore.errors import CheckpointError, InvalidInputError
 
@@ -141,14 +141,8 @@ def test_an_export_is_a_model_folder(train: Any, batches: Any, loss_fn: Any, tmp
 
 @promise("A module whose folder is damaged is refused with a CheckpointError that names it.", "build")
 def test_a_damaged_folder_is_refused(under_test: UnderTest, folder: Path, tmp_path: Path) -> None:
-    import shutil
-
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    file = next(damaged.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="damaged"):
-        under_test.train(damaged)
+        under_test.train(damaged_copy(folder, tmp_path / "damaged"))
 
 
 @promise("An option of build() that the executor does not know is refused, and its name is said.", "build")

@@ -19,6 +19,7 @@ import torch
 from rlcore.bench.case import load_cases
 from rlcore.registry import registry
 from tests.accuracy import assert_within_rounding
+from tests.warm import LIMIT_S
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "first_npu_run.sh"
 SECRET = "hf_Abcdefghijklmnop"
@@ -48,7 +49,7 @@ def codes(found: dict[str, bytes]) -> dict[str, int]:
 def test_a_step_that_fails_does_not_lose_the_others_and_no_secret_is_packed(tmp_path: Path) -> None:
     """The path of the model, which its error repeats, has the value of a variable that sounds like a secret."""
     run = start(tmp_path, "npu-smi", "quickstart", "devices", MODEL=f"/nowhere/{SECRET}", HF_TOKEN=SECRET)
-    told, _ = run.communicate(timeout=250)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 0, told
     assert "Please attach rlcore-cpu-" in told
     found = archive(tmp_path)
@@ -60,7 +61,7 @@ def test_a_step_that_fails_does_not_lose_the_others_and_no_secret_is_packed(tmp_
 
 def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
     run = start(tmp_path, "conformance", "packages", LIMIT="0.3")
-    told, _ = run.communicate(timeout=250)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert codes(archive(tmp_path))["conformance"] == 124, told
 
 
@@ -73,7 +74,7 @@ def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
 )
 def test_what_cannot_run_is_told_at_once(tmp_path: Path, steps: tuple[str, ...], env: Any, words: str) -> None:
     run = start(tmp_path, *steps, **env)
-    told, _ = run.communicate(timeout=250)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert (run.returncode, words in told) == (2, True)
     assert not list(tmp_path.glob("rlcore-*"))
 
@@ -152,7 +153,7 @@ def test_a_kernel_with_wrong_results_has_failed(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[rlcore]\nplanted = planted\n")
     (tmp_path / "planted.py").write_text(_PLANTED)
-    told, _ = start(tmp_path, "operators", PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1").communicate(timeout=250)
+    told, _ = start(tmp_path, "operators", PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1").communicate(timeout=LIMIT_S)
     found = archive(tmp_path)
     assert codes(found) == {"operators": 1}, told
     lines = found["operators.txt"].decode().splitlines()
@@ -173,9 +174,8 @@ def test_an_interrupt_packs_what_is_done(tmp_path: Path) -> None:
     while not list(tmp_path.glob("rlcore-*/conformance.txt")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(1)
     os.killpg(run.pid, signal.SIGINT)
-    told, _ = run.communicate(timeout=250)
+    told, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 130, told
     found = archive(tmp_path)
     assert codes(found) == {"packages": 0}

@@ -27,6 +27,7 @@ from rlcore.types import ProgramLimits
 from tests.devices.ascend.kernel_lint import findings, grid_finding
 from tests.devices.ascend.lowering_table import MARK, PAGE, REPORT, table
 from tests.devices.ascend.triton_environment import make
+from tests.warm import LIMIT_S
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
@@ -230,7 +231,7 @@ def run_lowering(tmp_path_factory: pytest.TempPathFactory) -> RunLowering:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(python), "-W", "ignore", *arguments]
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         assert found.returncode == 0, found.stdout + found.stderr
         return found
 

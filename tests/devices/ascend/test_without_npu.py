@@ -297,5 +297,5 @@ def test_ipc_has_a_floor(monkeypatch: pytest.MonkeyPatch, installed: dict[str, s
 
 
 def test_a_handle_of_something_else_is_refused() -> None:
-    with pytest.raises(DeviceError, match="the payload of this handle is not of an NPU's memory"):
+    with pytest.raises(DeviceError, match="bytes are no payload of an NPU's memory"):
         sharing._decoded(b"\x00" * 72)

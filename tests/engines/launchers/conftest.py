@@ -19,6 +19,7 @@ import pytest
 from rlcore.engines.launchers import running as running_module
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.process.runtime_folder import RuntimeFolder
 from rlcore.process.status import maker_of_shared_memory
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
@@ -160,9 +161,9 @@ def descriptors() -> set[tuple[str, str]]:
 def holdings(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Holdings:
     found, announce = Holdings(runtime_folder), running_module.announce
 
-    def announced(pid: int, device: str, engines: list[str]) -> running_module.RunningProcess:
+    def announced(folder: RuntimeFolder, pid: int, device: str, engines: list[str]) -> None:
         found.worker(pid)
-        return announce(pid, device, engines)
+        announce(folder, pid, device, engines)
 
     monkeypatch.setattr(running_module, "announce", announced)
     return found

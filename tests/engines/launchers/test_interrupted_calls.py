@@ -73,10 +73,10 @@ def interrupt_next_call(group: WorkerGroup) -> None:
     """Ctrl-C comes as soon as the call is sent, when its caller waits for answers."""
     wait = group._results
 
-    def waits(*args: Any) -> list[Any]:
+    def waits(*args: Any, **options: Any) -> list[Any]:
         del group._results  # type: ignore[method-assign]
         interrupt(None)
-        return wait(*args)
+        return wait(*args, **options)
 
     group._results = waits  # type: ignore[method-assign]
 

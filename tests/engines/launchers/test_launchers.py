@@ -63,7 +63,7 @@ def test_two_launchers_of_one_name_are_refused() -> None:
             return lambda register: register("here", "acme:Launcher") if hook.endswith("launchers") else None
 
     found = Registry()
-    found.collect("acme", Hooks())
+    found.collect("acme", Hooks())()
     assert found.launchers == {"here": ("acme:Launcher", "acme")}
     with pytest.raises(PluginError, match="launcher 'here' is already registered by plugin 'acme'"):
         found.collect("other", Hooks())

@@ -23,6 +23,8 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import DeviceError, InvalidInputError, WorkerError
 from tests.accuracy import assert_same_bits
+from tests.engines.ask import ask_all
+from tests.warm import LIMIT_S
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -181,10 +183,6 @@ def pair(join_group: Start) -> Iterator[WorkerGroup]:
 def ask(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> Any:
     """Of rank 0 alone."""
     return group.workers[0].call(method, *args, **kwargs).result(60)
-
-
-def ask_all(group: WorkerGroup, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-    return group.call(method, [(args, kwargs)] * len(group.workers))
 
 
 # --------------------------------------------------------------------------------------------------- the group
@@ -570,7 +568,7 @@ print(group.call("double", [(("ab",), {})]))
 def test_a_script_without_a_main_guard_starts_workers_of_its_own_class(tmp_path: Path) -> None:
     script = tmp_path / "algorithm.py"
     script.write_text(_WORKER.format(place="a script") + _USE + "group.stop()\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.stdout, done.stderr) == ("['abab']\n", "")
 
 

@@ -37,6 +37,8 @@ from rlcore.errors import (
     WorkerTimeoutError,
 )
 from rlcore.process.shared_tensors import SharedTensor  # a msgspec.Struct that a child can import
+from tests.engines.ask import ask_all
+from tests.warm import LIMIT_S
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -116,10 +118,6 @@ class Lazy(list):  # type: ignore[type-arg]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, (), None, (torch.full((4,), float(value)) for value in range(5))
-
-
-def ask_all(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
-    return group.call(method, [(args, {})] * len(group.workers))
 
 
 # ----------------------------------------------------------------------------------------- arguments and answers
@@ -310,7 +308,7 @@ def run(code: str, runtime: Path, **options: Any) -> subprocess.CompletedProcess
         env=os.environ | {"RLCORE_RUNTIME": str(runtime), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=LIMIT_S,
         check=False,
         **options,
     )
@@ -391,11 +389,11 @@ def test_printing_costs_no_more_the_more_was_printed(monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_line_is_cut(capfd: pytest.CaptureFixture[str]) -> None:
-    from rlcore.engines.launchers.logs import _LONGEST_LINE, forward_logs
+    from rlcore.engines.launchers.logs import _LONGEST_LINE, LogForwarder
 
     code = f"print('x' * {3 * _LONGEST_LINE + 5}, end='', flush=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        forward_logs(process, lambda: "0 cpu:0").join(100)
+        LogForwarder(process, lambda: "0 cpu:0").join(100)
     said = capfd.readouterr().err.splitlines()
     assert sum(line.count("x") for line in said) == 3 * _LONGEST_LINE + 5
     assert len(said) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import rlcore
 from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import WorkerDiedError
-from rlcore.nn import HuggingFaceTrainModule
+from rlcore.errors import UnsupportedError, WorkerDiedError
 from rlcore.ops import ppo_clip
-from tests.accuracy import assert_within_rounding
+from tests.engines.train_policy import adamw_policy
+from tests.model_rounding import logprob_rounding
 
 GIB = 2**30
 
@@ -40,9 +41,18 @@ class Summer(Worker):
         return torch.accelerator.current_device_index()
 
 
-def free_bytes(index: int) -> int:
-    free: int = torch.cuda.mem_get_info(index)[0]
-    return free
+def held_bytes(pids: Sequence[int]) -> list[int]:
+    """The bytes that each of these processes has of its GPU, by the driver; others on the same GPUs change nothing.
+
+    It is empty where the driver does not say, or knows the processes by other numbers, as in some containers.
+    """
+    try:
+        found = [rlcore.get_device(f"cuda:{index}").processes() for index in range(len(pids))]
+    except UnsupportedError:
+        return []
+    each = zip(pids, found, strict=True)
+    held = [sum(process.used_bytes or 0 for process in of if process.pid == pid) for pid, of in each]
+    return held if any(held) else []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,6 @@ def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, found {torch.cuda.device_count()}")
     names = [f"cuda:{index}" for index in range(world_size)]
-    free_before = [free_bytes(index) for index in range(world_size)]
     group = start_workers(Summer, "the test engine", names, launcher="process", timeout_s=120.0)
     try:
         values = [torch.full((1 << 20,), float(rank + 1)) for rank in range(world_size)]
@@ -65,7 +74,9 @@ def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -
         expected = sum(range(1, world_size + 1))
         assert all(bool((total == expected).all()) for total in totals)
         assert group.call("hold", [((4 * GIB,), {})] * world_size) == list(range(world_size))
-        assert free_bytes(world_size - 1) < free_before[world_size - 1] - 4 * GIB
+        pids = [worker.process_id for worker in group.workers]
+        held = held_bytes(pids)
+        assert not held or min(held) > 4 * GIB
         group.workers[-1].kill("the test says so")
         with pytest.raises(
             WorkerDiedError,
@@ -75,30 +86,25 @@ def test_workers_add_over_nccl_and_a_killed_one_frees_its_gpu(world_size: int) -
     finally:
         group.stop()
     deadline = time.monotonic() + 60.0
-    while any(free_bytes(i) < free - GIB for i, free in enumerate(free_before)) and time.monotonic() < deadline:
+    while held_bytes(pids) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert all(free_bytes(index) >= free - GIB for index, free in enumerate(free_before)), "a GPU was not given back"
+    assert not held_bytes(pids), "a GPU was not given back"
 
 
 @pytest.mark.gpu
 def test_trainer_and_sampler_share_a_gpu_in_one_worker_process(qwen2_folder: Path) -> None:
     from transformers import Qwen2ForCausalLM
 
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-
     with rlcore.meta_device():
-        module = Policy.from_pretrained(qwen2_folder)
+        module = adamw_policy(Qwen2ForCausalLM, lr=1e-2).from_pretrained(qwen2_folder)
     with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(qwen2_folder) as infer:
         train.build(devices="cuda:0", launcher="process")
         infer.build(colocate_with=train, launcher="process")
         outputs = infer.generate(["1+1=", "20+"], {"n": 4, "max_tokens": 8, "seed": 0})
         batch: dict[str, Any] = rlcore.collate(outputs, advantages=torch.linspace(-1, 1, 8))
         infer.meta()
-        # In float32 on both sides: of logits up to 10, in which some thousand roundings follow each other.
-        exact = batch["old_logprobs"].double()
-        assert_within_rounding(train.forward_logprobs(batch), exact, terms=1000, magnitude=10.0, what="logprobs")
+        difference = (train.forward_logprobs(batch) - batch["old_logprobs"]).abs().max()
+        assert difference <= logprob_rounding(qwen2_folder, batch["input_ids"].shape[1]), "in float32 on both sides"
         train.train_batch(batch, ppo_clip())
         (moved,) = train.offload("optimizer", "grads")["optimizer"]
         assert moved.moved_bytes > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import cloudpickle
 import pytest
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.inline import InlineWorker
 from rlcore.engines.launchers.worker import WorkerContext
+from tests.engines.ask import ask_all
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -51,10 +51,6 @@ class Worker:
         pass
 
 
-def ask(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
-    return group.call(method, [(args, {})] * len(group.workers))
-
-
 @pytest.fixture
 def two_engines(join_group: Start) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     """They share both processes, and in each have another rank."""
@@ -64,16 +60,16 @@ def two_engines(join_group: Start) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
 
 def test_a_worker_has_no_group_until_it_asks_for_one(two_engines: tuple[WorkerGroup, WorkerGroup]) -> None:
     low, high = two_engines
-    ask(low, "join")
-    assert ask(low, "world") == [(0, 2), (1, 2)]
-    assert ask(high, "world") == [None, None]
-    ask(high, "join")
-    assert ask(high, "world") == [(0, 2), (1, 2)]
+    ask_all(low, "join")
+    assert ask_all(low, "world") == [(0, 2), (1, 2)]
+    assert ask_all(high, "world") == [None, None]
+    ask_all(high, "join")
+    assert ask_all(high, "world") == [(0, 2), (1, 2)]
 
 
 def test_the_group_is_made_once(two_engines: tuple[WorkerGroup, WorkerGroup]) -> None:
     low, high = two_engines
-    names = [*ask(low, "join"), *ask(high, "join"), *ask(low, "join"), *ask(high, "join")]
+    names = [*ask_all(low, "join"), *ask_all(high, "join"), *ask_all(low, "join"), *ask_all(high, "join")]
     assert names[:4] == names[4:]
     assert names[0] == names[1] != names[2] == names[3]
 
@@ -81,27 +77,27 @@ def test_the_group_is_made_once(two_engines: tuple[WorkerGroup, WorkerGroup]) ->
 def test_collectives_of_engines_that_share_a_process_do_not_cross(two_engines: tuple[WorkerGroup, WorkerGroup]) -> None:
     low, high = two_engines
     for engine in (high, low):
-        ask(engine, "join")
-        ask(engine, "make_subgroups")
+        ask_all(engine, "join")
+        ask_all(engine, "make_subgroups")
     for _ in range(3):
         assert low.call("add_up", [((1.0,), {}), ((2.0,), {})]) == [3.0, 3.0]
         assert high.call("add_up", [((10.0,), {}), ((20.0,), {})]) == [30.0, 30.0]
-        assert ask(low, "add_up_in_subgroups", 1.0) == [[2.0, 4.0]] * 2
-        assert ask(high, "add_up_in_subgroups", 5.0) == [[10.0, 20.0]] * 2
+        assert ask_all(low, "add_up_in_subgroups", 1.0) == [[2.0, 4.0]] * 2
+        assert ask_all(high, "add_up_in_subgroups", 5.0) == [[10.0, 20.0]] * 2
 
 
 def test_an_engine_that_closes_destroys_its_own_groups_only(join_group: Start) -> None:
     with join_group(Worker, 2) as stays:
         with join_group(Worker, 2) as leaves:
             for engine in (stays, leaves):
-                ask(engine, "join")
-                ask(engine, "make_subgroups")
-        assert ask(stays, "add_up", 1.0) == [2.0, 2.0]
-        assert ask(stays, "add_up_in_subgroups", 1.0) == [[2.0, 4.0]] * 2
+                ask_all(engine, "join")
+                ask_all(engine, "make_subgroups")
+        assert ask_all(stays, "add_up", 1.0) == [2.0, 2.0]
+        assert ask_all(stays, "add_up_in_subgroups", 1.0) == [[2.0, 4.0]] * 2
         with join_group(Worker, 2) as follows:
-            assert ask(follows, "world") == [None, None]
-            ask(follows, "join")
-            assert ask(follows, "add_up", 2.0) == [4.0, 4.0]
+            assert ask_all(follows, "world") == [None, None]
+            ask_all(follows, "join")
+            assert ask_all(follows, "add_up", 2.0) == [4.0, 4.0]
 
 
 def test_the_users_own_default_group_is_out_of_sight_of_an_inline_worker() -> None:

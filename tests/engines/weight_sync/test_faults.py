@@ -119,9 +119,12 @@ def test_a_bucket_that_is_stale_twice_or_missing_is_refused(pair: Pair) -> None:
     assert unpack(pair) > 0
     with pytest.raises(SyncError, match="bucket 0 of sender 0 came twice"):
         unpack(pair)
-    assert pair.receiver.ready(5) > 0, "most have not come"
+    with pytest.raises(SyncError, match=r"ready\(\) came out of order: this receiver's plan has not been tested"):
+        pair.receiver.ready(5)
+    with pytest.raises(SyncError, match=r"commit\(\) came out of order: this receiver's round is under way"):
+        pair.receiver.commit(5, 1, True)
     with pytest.raises(SyncError, match="a message of weight sync 6 came within 5"):
-        pair.receiver.commit(6, 1)
+        pair.receiver.commit(6, 1, True)
     assert not pair.receiver.is_whole
 
 
@@ -280,7 +283,8 @@ def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> Non
     side, how, method, route = fault
     victim = (train if side == "trainer" else infer).executors[0].workers[-1]
     train.add(0.5)
-    timeout_s = 100.0 if how == "SIGKILL" else 5.0
+    # Only who is stopped is waited for so long. The steps of the others need a part of it, however busy the machine is.
+    timeout_s = 100.0 if how == "SIGKILL" else 20.0
     before(engines, method, lambda: os.kill(victim.process_id, getattr(signal, how)), monkeypatch)
     started = time.monotonic()
     with pytest.raises(RlcoreError) as caught:
@@ -315,10 +319,11 @@ def test_a_process_of_several_that_ends_or_stops_midway(
 
 
 STEPS = {
-    "packed": "begin prepare self_test open_staging_buffers take_plan pack unpack ready end commit",
-    "collective": "join send receive",
-    "direct": "offer open_offers pull",
+    "packed": "begin self_test pack unpack commit",
+    "collective": "send receive",
+    "direct": "offer pull",
 }
+"""The first and last steps of each state: nothing written, a mixture, committed. `rlcore chaos` meets all steps."""
 
 
 @pytest.mark.slow
@@ -334,7 +339,7 @@ STEPS = {
     ],
     ids=" ".join,
 )
-def test_a_process_that_ends_or_stops_at_any_step(
+def test_a_process_that_ends_or_stops_at_a_step(
     build: Callable[[int], Engines], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     """One trainer rank and one receiver."""

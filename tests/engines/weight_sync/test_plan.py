@@ -207,7 +207,7 @@ def test_rows_that_no_rank_holds_are_an_error() -> None:
         make_plan(traced(sizes, Share(), manifest))
 
 
-# --------------------------------------------------------------------------------------------------------- proof
+# ------------------------------------------------------------------------------------------------------- self-test
 
 
 class Engine:
@@ -285,13 +285,13 @@ def test_a_wrong_plan_does_not_pass() -> None:
 
 
 def test_made_values_are_unlike_each_other_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.weight_sync.planning import self_test as proof
+    from rlcore.engines.weight_sync.planning import self_test
 
-    monkeypatch.setattr(proof, "_CHUNK", 1000)
-    one = proof.made(0, 5000, "float32", torch.device("cpu"))
-    assert torch.equal(one, proof.made(0, 5000, "float32", torch.device("cpu")))
+    monkeypatch.setattr(self_test, "_CHUNK", 1000)
+    one = self_test.made(0, 5000, "float32", torch.device("cpu"))
+    assert torch.equal(one, self_test.made(0, 5000, "float32", torch.device("cpu")))
     assert one.unique().numel() > 4990 and one.abs().max() <= 1
-    assert (one != proof.made(1, 5000, "float32", torch.device("cpu"))).float().mean() > 0.99
+    assert (one != self_test.made(1, 5000, "float32", torch.device("cpu"))).float().mean() > 0.99
     assert (one[:1000] != one[1000:2000]).float().mean() > 0.99
 
 
@@ -299,9 +299,9 @@ def test_made_values_are_unlike_each_other_and_the_same_again(monkeypatch: pytes
 def test_a_sum_changes_with_every_element_and_with_their_order(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlcore.engines.weight_sync.planning import self_test as proof
+    from rlcore.engines.weight_sync.planning import self_test
 
-    monkeypatch.setattr(proof, "_CHUNK", 16)
+    monkeypatch.setattr(self_test, "_CHUNK", 16)
     tensor = torch.arange(40).to(dtype).view(5, 8)
     (want,) = checksums([tensor])
     assert checksums([tensor.t().contiguous().t()]) == [want]

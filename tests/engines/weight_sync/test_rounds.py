@@ -226,7 +226,7 @@ def test_no_copy_of_a_weight_outlives_its_load(
 
 def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> None:
     world = make(Sizes())
-    with pytest.raises(UnsupportedError, match="its plan is proven by loading into the weights that are served"):
+    with pytest.raises(UnsupportedError, match="its plan is tested by loading into the weights that are served"):
         world.sync(is_staged=True)
     world.sync()
     before = {name: parameter.clone() for name, parameter in world.workers[0].model.named_parameters()}
@@ -375,6 +375,14 @@ def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytes
 def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidInputError, match=match):
         RoundOptions(**({"version": 1} | options))
+
+
+def test_the_former_name_of_a_field_of_the_report_is_read_with_a_warning() -> None:
+    numbers: dict[str, Any] = dict.fromkeys(("version", "moved_bytes", "needed_bytes", "fallback_bytes"), 1)
+    report = SyncReport(**numbers, route="packed", handles_opened=1, seconds=1.0, calls_s={}, staging_waits_by="event")
+    with pytest.warns(DeprecationWarning, match=r"^SyncReport\.slabs_wait_by is called staging_waits_by now") as caught:
+        assert report.slabs_wait_by == "event"
+    assert caught[0].filename == __file__
 
 
 def test_the_former_name_of_staging_bytes_is_taken_with_a_warning_at_the_callers_line() -> None:

@@ -102,7 +102,7 @@ def test_weights_of_another_process(build: Build, place: Place, route: str) -> N
         report = engines.train.sync_weights(engines.infer, route=route, staging_bytes=4096, checksums="always")
         assert (report.route, report.version) == (route, number + 1)
         assert report.moved_bytes <= 1.05 * report.needed_bytes
-        assert report.slabs_wait_by == ("" if route == "direct" else engines.wait_by)
+        assert report.staging_waits_by == ("" if route == "direct" else engines.wait_by)
         engines.check()
         opened.append(report.handles_opened)
         if number == 1 and (route == "packed" or not engines.is_on_host):

@@ -101,7 +101,7 @@ class Sides(NamedTuple):
         weights = {name: tensor.detach() for name, tensor in self.module.named_weights()}
         for model, wanted in zip(self.models, expected(weights, SIZES, 2, torch.float32), strict=True):
             assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in wanted.items())
-        return report.slabs_wait_by
+        return report.staging_waits_by
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accep
 from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
+from rlcore.settings import Settings
 
 SHAPES = {"0.weight": (30, 40), "0.bias": (30,), "1.weight": (3, 30)}
 
@@ -107,9 +108,13 @@ def test_two_unrelated_processes(other: Other, control: SocketControl) -> None:
     sender.send(staged=True)
     assert other.says()["version"] == 9
     given["0.bias"].fill_(0.5)
+    runtime = Settings.from_env().runtime
+    before = set(runtime.iterdir())
     sender.send(route="collective")
     assert other.says()["sums"] == [sums(2.0)[0], 15.0, sums(2.0)[2]]
+    assert [path.name.partition("-")[0] for path in set(runtime.iterdir()) - before] == ["store"]
     sender.close()
+    assert set(runtime.iterdir()) <= before
     control.close()
     assert other.says()["is_whole"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,6 +73,47 @@ def test_a_sender_takes_the_former_name_of_staging_bytes() -> None:
     receiver.close()
 
 
+class RecordingControl(QueueControl):
+    """Keeps all that it is sent."""
+
+    def __init__(self, out: queue.Queue[bytes], back: queue.Queue[bytes]) -> None:
+        super().__init__(out, back)
+        self.sent: list[bytes] = []
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+        super().send(data)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_round_that_has_ended_is_not_begun_again(num_rounds: int) -> None:
+    """Its messages come again while the trainer is within a step, so that its memory holds two versions."""
+    requests: queue.Queue[bytes] = queue.Queue()
+    answers: queue.Queue[bytes] = queue.Queue()
+    here, there = RecordingControl(requests, answers), QueueControl(answers, requests)
+    given = {"weight": torch.full((3, 5), 1.0), "bias": torch.full((3,), 1.0)}
+    model = nn.Linear(5, 3)
+    sender, receiver = rlcore.WeightSender(given, here), rlcore.WeightReceiver(model, there)
+    with ThreadPoolExecutor(1) as pool:
+        for version in range(1, num_rounds + 1):
+            received = pool.submit(receiver.receive, 60.0)
+            sender.send(version=version, timeout_s=60.0)
+            assert received.result() == version
+            if version == 1:
+                first_round = list(here.sent)
+    given["weight"].fill_(9.0)
+    for data in first_round:
+        requests.put(data)
+    with pytest.raises(SyncError, match=r"nothing came from the sender .* The model's weights are whole"):
+        receiver.receive(timeout_s=0.5)
+    while not answers.empty():
+        answer = msgspec.msgpack.decode(answers.get())
+    assert "a message of weight sync" in answer["error"], "its commit"
+    assert receiver.is_whole and bool((model.weight == 1.0).all()) and bool((model.bias == 1.0).all())
+    sender.close()
+    receiver.close()
+
+
 STRANGE = ["close", "reloaded", "__class__", "_drop_round", "no_such_method"]
 
 
@@ -91,3 +133,54 @@ def test_a_receiver_answers_what_the_protocol_has_and_nothing_else() -> None:
         }
         assert answer == expected
     assert (described["number"], described["error"]) == (len(STRANGE), "")
+
+
+class DamagingControl(QueueControl):
+    """Flips a bit of one message that it is sent, or replaces it by lists in lists."""
+
+    def __init__(self, out: queue.Queue[bytes], back: queue.Queue[bytes], chance: random.Random) -> None:
+        super().__init__(out, back)
+        self._chance = chance
+        self._left = chance.randrange(8)
+
+    def send(self, data: bytes) -> None:
+        self._left -= 1
+        if self._left == -1:
+            damaged = bytearray(data)
+            damaged[self._chance.randrange(len(data))] ^= 1 << self._chance.randrange(8)
+            data = bytes(damaged) if self._chance.random() < 0.8 else b"\x91" * 100_000 + b"\x90"
+        super().send(data)
+
+
+@pytest.mark.parametrize("damaged_end", ["the sender's", "the receiver's"])
+def test_damaged_messages_end_in_one_kind_of_error_that_says_what_the_weights_are(damaged_end: str) -> None:
+    num_failed = 0
+    for seed in range(8):
+        requests: queue.Queue[bytes] = queue.Queue()
+        answers: queue.Queue[bytes] = queue.Queue()
+        here, there = QueueControl(requests, answers), QueueControl(answers, requests)
+        if damaged_end == "the sender's":
+            here = DamagingControl(requests, answers, random.Random(seed))
+        else:
+            there = DamagingControl(answers, requests, random.Random(seed))
+        model = nn.Linear(5, 3)
+        before = model.weight.detach().clone()
+        sender = rlcore.WeightSender({"weight": torch.full((3, 5), 2.0), "bias": torch.full((3,), 2.0)}, here)
+        receiver = rlcore.WeightReceiver(model, there)
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(receiver.receive, 1.0)
+            try:
+                sender.send(timeout_s=0.5)
+            except SyncError:
+                num_failed += 1
+            try:
+                received.result()
+            except SyncError as error:
+                num_failed += 1
+                assert "The model's weights are" in str(error)
+                assert ("are whole" in str(error)) is receiver.is_whole
+        if receiver.is_whole:
+            assert torch.equal(model.weight, before) or bool((model.weight == 2.0).all())
+        sender.close()
+        receiver.close()
+    assert num_failed > 4

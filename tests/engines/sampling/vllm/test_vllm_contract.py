@@ -18,16 +18,22 @@ from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.arguments import _OWN
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension
 from rlcore.errors import UnsupportedError
+from tests.devices.ascend import vllm_contract as ascend_contract
 from tests.engines.sampling.vllm import contract
 from tests.engines.sampling.vllm.typed_uses import interfaces
 
-RECORD: dict[str, Any] = json.loads(contract.RECORD.read_text())
+RECORDS: dict[Any, dict[str, Any]] = {of: json.loads(of.RECORD.read_text()) for of in (contract, ascend_contract)}
+"""The contracts with vLLM and with vllm-ascend: what each version has."""
+RECORD = RECORDS[contract]
 
 
-@pytest.mark.parametrize("version", RECORD)
-def test_a_version_has_all_that_is_used(version: str) -> None:
-    names = {name: set(members) for name, members in RECORD[version]["names"].items()}
-    assert contract.lacking(contract.uses(), names.get) == [], "run contract.py again if a use is new"
+def names_of(of: Any, version: str) -> dict[str, set[str]]:
+    return {name: set(members) for name, members in RECORDS[of][version]["names"].items()}
+
+
+@pytest.mark.parametrize(("of", "version"), [(of, version) for of in RECORDS for version in RECORDS[of]])
+def test_a_version_has_all_that_is_used(of: Any, version: str) -> None:
+    assert contract.lacking(of.uses(), names_of(of, version).get) == [], f"run {of.__name__} again if a use is new"
 
 
 @pytest.mark.parametrize("version", RECORD)
@@ -44,15 +50,25 @@ def test_the_record_reaches_from_the_oldest_to_the_newest_version() -> None:
     assert all(re.fullmatch("[0-9a-f]{64}", wheel["sha256"]) for wheel in RECORD.values())
 
 
-def test_a_missing_member_is_seen() -> None:
-    names = {name: set(members) for name, members in RECORD["0.26.0"]["names"].items()}
-    engine = "vllm.v1.engine.llm_engine.LLMEngine"
-    names[engine].remove("reset_prefix_cache(reset_running_requests)")
-    del names["vllm.device_allocator.cumem.unmap_and_release"]
-    assert contract.lacking(contract.uses(), names.get) == [
-        "vllm.device_allocator.cumem.unmap_and_release",
-        f"{engine}: reset_prefix_cache(reset_running_requests)",
-    ]
+@pytest.mark.parametrize(
+    ("of", "version", "owner", "member", "gone"),
+    [
+        (
+            *(contract, "0.26.0", "vllm.v1.engine.llm_engine.LLMEngine"),
+            *("reset_prefix_cache(reset_running_requests)", "vllm.device_allocator.cumem.unmap_and_release"),
+        ),
+        (
+            *(ascend_contract, "0.23.0", "vllm_ascend.device_allocator.camem.AllocationData"),
+            *("tag", "vllm_ascend.worker.worker.NPUWorker"),
+        ),
+    ],
+    ids=["vllm", "vllm_ascend"],
+)
+def test_a_missing_member_is_seen(of: Any, version: str, owner: str, member: str, gone: str) -> None:
+    names = names_of(of, version)
+    names[owner].remove(member)
+    del names[gone]
+    assert contract.lacking(of.uses(), names.get) == sorted([f"{owner}: {member}", gone])
 
 
 def test_uses_are_collected_from_the_code() -> None:

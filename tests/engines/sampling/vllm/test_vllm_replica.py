@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.engines.executors import worker
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.offload import host_arena
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.executor import VllmExecutor
@@ -150,7 +150,7 @@ def test_host_memory_is_reserved_while_vllm_loads_in_this_process(monkeypatch: p
     arena = SimpleNamespace(
         limit_bytes=None, set_limit=lambda nbytes: asked.append(("limit", nbytes)), reserve=asked.append
     )
-    monkeypatch.setattr(worker, "arena_of", lambda device: arena)
+    monkeypatch.setattr(host_arena, "arena_of", lambda device: arena)
     alone, several = (VllmExecutor(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",) * count)) for count in (1, 2))
     several.reserve_host_memory(1 << 20, 4096)
     assert (asked, several._host_memory) == ([], (1 << 20, 4096))

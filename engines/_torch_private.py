@@ -1,0 +1,113 @@
+"""The private names of torch that engines need; see ``rlcore/_torch_private.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.optim import Optimizer
+
+_c10d: Any = distributed_c10d
+
+
+# ------------------------------------------------------------------------------------------- groups of the process
+
+
+def process_groups() -> list[Any]:
+    """Return the groups that ``dist.destroy_process_group()`` would end, in the order in which they were made.
+
+    Since torch 2.10.
+    """
+    return list(_c10d._world.pg_map)
+
+
+def num_named_groups() -> int:
+    """Return the number from which torch makes the name of the next group. Since torch 2.10."""
+    return int(_c10d._world.group_count)
+
+
+def store_of(group: Any) -> Any:
+    """Return the part of the store in which a group of this process has its own keys. Since torch 2.10."""
+    _, store = _c10d._world.pg_map[group]
+    return store
+
+
+def set_default_group(group: Any, num_named: int) -> None:
+    """Make ``group`` the default of the process, or leave it without one; torch names the next by ``num_named``.
+
+    The public ``dist.group.WORLD = group`` leaves the rank that logs show, and there is no public way to the number.
+    Since torch 2.10.
+    """
+    _c10d._update_default_pg(group)
+    _c10d._world.group_count = num_named
+
+
+# ------------------------------------------------------------------------------------------------------------ FSDP
+
+
+def fsdp_pre_backward(module: nn.Module) -> Callable[[Any], Any]:
+    """Return the function of a sharded module that prepares its backward to begin at the tensors of an output.
+
+    ``fully_shard`` of a list calls it for the output of the last module only. Since torch 2.10.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    return state._register_pre_backward_hook  # type: ignore[no-any-return]
+
+
+def forget_forwards(module: nn.Module) -> None:
+    """Let a list of modules that FSDP gathers together begin anew, after one of them has failed.
+
+    torch 2.10 to 2.12 count the others as in use for ever. Later ones have ``FSDPModule.reset_iter_state()``.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    state._modules_to_run_forward.clear()
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Return True if autograd knows a tensor as a view of another. There is no public way. Since torch 2.10."""
+    return tensor._base is not None
+
+
+# -------------------------------------------------------------------------------------------------------- optimizers
+
+
+def divide_all(tensors: list[Tensor], divisor: Tensor) -> None:
+    """Divide many tensors in place by as few kernels as torch can. The public functions take one. Since torch 2.10."""
+    torch._foreach_div_(tensors, divisor)
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Return True if a step reads ``grad_scale`` and ``found_inf`` on the device, as torch's GradScaler asks.
+
+    GradScaler reads the same flag, which has no public name. Since torch 2.10.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# ---------------------------------------------------------------------------------------------------------- compiler
+
+
+def allow_graphs(most: int) -> None:
+    """Let the compiler of this process make so many graphs of one code.
+
+    Later versions of ``torch.compile`` take it as ``recompile_limit``, for one function. Since torch 2.10.
+    """
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, most)
+
+
+def compile_keeping_less(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """Compile by Inductor; the backward makes again what one pass over memory makes, instead of reading what was kept.
+
+    ``torch.compile(options=...)`` takes options of Inductor only. Since torch 2.10.
+    """
+    import torch._dynamo
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)

@@ -1,0 +1,130 @@
+"""The private names of torch that several parts of rlcore need; ``collectives``, ``devices``, ``kernels`` and
+``engines`` have a file of this name for what they alone need.
+
+No other file uses a private name of torch. Each docstring says why there is no public one, and since which torch the
+name has worked as written here: 2.10 is the oldest torch that rlcore supports. ``tests/test_torch_private.py`` checks
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _distributed_c10d
+from torch.utils import _python_dispatch, _pytree
+
+Backend = _distributed_c10d.Backend
+"""A back end of collectives; the public name is that of its registry. Since torch 2.10."""
+FileStore = _distributed_c10d.FileStore
+PrefixStore = _distributed_c10d.PrefixStore
+ProcessGroup = _distributed_c10d.ProcessGroup
+Store = _distributed_c10d.Store
+"""``torch.distributed`` has these four too, but does not export them to type checkers. Since torch 2.10."""
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Sees every operation of torch. The documentation names it by this path, as there is no other. Since torch 2.10."""
+tree_leaves = _pytree.tree_leaves
+tree_map_only = _pytree.tree_map_only
+"""Nested lists, tuples and dicts as torch and its compiler know them. There is no public path. Since torch 2.10."""
+
+_aten: Any = torch.ops.aten
+COPY_TO = _aten._to_copy.default
+"""The operation of ``tensor.to(...)``. Operators of ATen have no public names. Since torch 2.10."""
+RESHAPE = _aten._unsafe_view.default
+"""The operation of a reshape with one user. Operators of ATen have no public names. Since torch 2.10."""
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other living storage has: whoever remembers it keeps the storage alive.
+
+    A storage without memory has no address of its own, and Python's object of a storage may end before the storage.
+    Since torch 2.10.
+    """
+    return int(storage._cdata)
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """Return a storage of memory that it does not own.
+
+    Public constructors take memory of the host only. Since torch 2.10.
+    """
+    made: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)  # torch's stub is wrong
+    return made  # type: ignore[no-any-return]
+
+
+def copy_all(dst: list[Tensor], src: list[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy many tensors by as few kernels as torch can. The public functions take one pair. Since torch 2.10."""
+    torch._foreach_copy_(dst, src, non_blocking=non_blocking)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the table of the parameters of one module, without its submodules; it may be changed.
+
+    ``register_parameter`` refuses a name that a property of the class has, ``setattr`` calls the property, and
+    ``named_parameters`` takes several times as long. Since torch 2.10.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the table of the buffers of one module; it may be changed.
+
+    ``register_buffer`` would forget which buffers are not persistent. Since torch 2.10.
+    """
+    return module._buffers
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of one module that its checkpoints have. ``state_dict()`` runs hooks. Since torch 2.10."""
+    away = module._non_persistent_buffers_set
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in away}
+
+
+def own_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:
+    """Return the submodules of one module. ``children()`` takes several times as long. Since torch 2.10."""
+    return module._modules
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operation: its arguments, and which of them it changes.
+
+    The public ``torch.library`` gives schemas of the user's own operators only. Since torch 2.10.
+    """
+    return operation._schema
+
+
+def number_of_writes(tensor: Tensor) -> int:
+    """Return a number that grows with every write in place to the memory of a tensor. There is no public one.
+
+    Since torch 2.10.
+    """
+    return tensor._version
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the backward pass that runs now. There is no public hook. Since torch 2.10."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def fake_tensors() -> Any:
+    """Return a context in which new tensors have a shape, a dtype and a device, and no values.
+
+    Tensors on the meta device are no substitute: a model sees their device. Since torch 2.10.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def check_can_run_triton(device: torch.device) -> None:
+    """Raise an ImportError, NotImplementedError or RuntimeError if torch's compiler cannot use triton on a device.
+
+    The public functions only tell that a compiler is installed. Since torch 2.10.
+    """
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    interface: Any = get_interface_for_device(device.type)
+    interface.raise_if_triton_unavailable(device)

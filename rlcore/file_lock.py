@@ -1,0 +1,39 @@
+"""Locks by which a process shows that it still works on files: the kernel frees them, however the process ends.
+
+They are advisory (flock(2)). A file system may have none, as some network file systems are mounted; then nobody can
+tell whether files are still in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+
+
+def share(descriptor: int) -> None:
+    """Hold a file together with others; wait while somebody has taken it."""
+    with contextlib.suppress(OSError):  # no locks here
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def take(descriptor: int) -> bool | None:
+    """Hold a file alone, if nobody else holds it. The descriptor must be open for writing.
+
+    Returns:
+        True; or False if somebody holds it; or None if the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def let_go(descriptor: int) -> None:
+    """Free the lock and close the descriptor, though a fork of this process may have a copy of it."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

@@ -1,0 +1,45 @@
+"""``rlcore chaos`` as users run it; ``--chaos-minutes 10`` runs it longer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "rlcore", "chaos", "--device", "cpu"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_promises_are_kept_at_random_moments(pytestconfig: pytest.Config) -> None:
+    minutes = pytestconfig.getoption("--chaos-minutes")
+    command = [*COMMAND, "--minutes", str(minutes), "--seed", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * minutes + 1800, check=False)
+    found = json.loads(done.stdout)
+    assert [round_["violations"] for round_ in found["rounds"] if round_["violations"]] == [], done.stderr
+    assert done.returncode == 0
+    assert any(incident["outcome"] for round_ in found["rounds"] for incident in round_["incidents"])
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_with_the_summary() -> None:
+    with subprocess.Popen([*COMMAND, "--fault", "none"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("seed 0: trainer on cpu:0")
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[0]
+    assert "0 rounds, 0 incidents" in said and "promises that were not kept: none" in said
+    assert process.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_vllm_takes_part() -> None:
+    command = [*COMMAND, "--rounds", "4", "--fault", "kill", "--fault", "none", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
+    assert ", vllm on" in done.stderr
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,189 @@
+"""Defects that rlcore had once are put back, and ``rlcore chaos`` must find each of them."""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import msgspec
+import pytest
+
+from rlcore.chaos import program
+from rlcore.chaos.channel import run_rounds
+from rlcore.chaos.checks import ViolationError
+from rlcore.chaos.engines import Engines
+from rlcore.chaos.plan import EngineLayout, Incident
+from rlcore.conformance.tiny_model import write_tiny_model
+from rlcore.engines.checkpointing import CheckpointedEngine
+from rlcore.engines.checkpoints.tensor_file import TensorFile
+from rlcore.engines.engine import Engine
+from rlcore.engines.fsdp2.executor import Fsdp2Executor
+from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.launchers import group, worker_process
+from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.weight_sync import api
+from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.process import runtime_folder
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("round")
+    for name in ("runtime", "tmp"):
+        (folder / name).mkdir(mode=0o700)
+    write_tiny_model(folder / "model")
+    yield folder
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[list[Engines]]:
+    """The engines of the last test, which the next one takes over."""
+    found: list[Engines] = []
+    yield found
+    for engines in found:
+        engines.close()
+
+
+@pytest.fixture
+def engines(scratch: Path, kept: list[Engines], monkeypatch: pytest.MonkeyPatch) -> Engines:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(scratch / "runtime"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if not kept:
+        layout = EngineLayout(device="cpu", trainers=["cpu:0", "cpu:1"], sampler="cpu:2", executor="hf")
+        kept.append(Engines(layout, scratch))
+    (found,) = kept
+    found.build()
+    found.recover()
+    return found
+
+
+def in_workers(engines: Engines, plant: Callable[[Any], None]) -> None:
+    engines.train.call("run", plant)
+
+
+# --------------------------------------------------------------------------------------- the defects, put back
+
+
+def damage_is_not_looked_for(module: Any) -> None:
+    TensorFile.check_data = lambda self: None  # type: ignore[method-assign]
+
+
+def load_changes_before_it_checks(module: Any) -> None:
+    real = Fsdp2Executor.load
+
+    def load(self: Any, folder: Path) -> Any:
+        module.lm_head.weight.data.zero_()
+        return real(self, folder)
+
+    Fsdp2Executor.load = load  # type: ignore[method-assign]
+
+
+def the_first_rank_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "state_of_worker", lambda stack: (0, "is somewhere"))
+    monkeypatch.setattr(group, "STOPPED", "", raising=False)
+
+
+def a_mixture_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InferenceEngine, "poison", lambda self: None)
+
+
+def close_waits_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: CheckpointedEngine) -> None:
+        try:
+            self._settle_save()
+        finally:
+            Engine.close(self)
+
+    monkeypatch.setattr(CheckpointedEngine, "close", close)
+
+
+def stores_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerGroup, "_remove_store", lambda self: self._abandoned.detach())
+
+
+def any_runtime_folder_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_folder, "_why_not_trusted", lambda *_: "", raising=False)
+
+
+def every_end_is_a_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "was killed by SIGKILL (sent by somebody, or by the kernel for want of memory)"
+    monkeypatch.setattr(worker_process, "how_it_ended", lambda *_: told)
+
+
+def commits_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def commit(self: Any, round_id: int, version: int, *_: Any) -> None:
+        self._target.committed(version)
+        self.version = version
+        if hasattr(self, "_round"):
+            self._round.commit()
+        else:
+            self.is_whole = True
+        self._drop_round()
+
+    monkeypatch.setattr(Receiver, "commit", commit)
+
+
+def messages_are_decoded_to_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "decoded", lambda data, kind, what: msgspec.msgpack.decode(data, type=kind))
+
+
+class Planted(NamedTuple):
+    defect: Callable[[Any], None]
+    step: str
+    fault: str
+    seed: str
+    told: str
+    """Words that the driver says of it."""
+    is_in_workers: bool = False
+
+
+PLANTED = [
+    Planted(damage_is_not_looked_for, "load", "zeroed_data", "0", "damage was not found|as if nothing had", True),
+    Planted(load_changes_before_it_checks, "load", "lost_file", "0", "has changed weights or optimizer", True),
+    Planted(the_first_rank_is_blamed, "train", "stop", "4", "blames another"),
+    Planted(a_mixture_is_served, "sync", "kill", "228", "neither its old weights nor the new ones"),
+    Planted(close_waits_for_a_save, "close", "stop", "1", "close took"),
+    Planted(stores_stay, "close", "none", "0", r"after close\(\) there are still: .*store-"),
+    Planted(any_runtime_folder_is_trusted, "build", "open_folder", "0", "went on as if nothing had happened"),
+    Planted(every_end_is_a_strangers, "call", "closed_descriptors", "0", "which is not so"),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.defect.__name__)
+def test_a_defect_is_found_when_it_is_put_back(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, planted: Planted
+) -> None:
+    with monkeypatch.context() as patch:
+        if planted.is_in_workers:
+            in_workers(engines, planted.defect)
+        else:
+            planted.defect(patch)
+        found = program.run(engines, Incident(planted.step, planted.fault, planted.seed))
+    if planted.is_in_workers:
+        engines.close()
+    assert re.search(planted.told, found["violation"]), f"{found}"
+
+
+@pytest.mark.parametrize(
+    ("defect", "kind", "told"),
+    [
+        (commits_are_not_checked, "early_commit", "says that it is whole, and holds values of the versions"),
+        (messages_are_decoded_to_any_depth, "nested_message", r"receive\(\) raised (RecursionError|ValidationError)"),
+    ],
+)
+def test_a_defect_of_the_channel_is_found(
+    monkeypatch: pytest.MonkeyPatch, defect: Callable[[Any], None], kind: str, told: str
+) -> None:
+    defect(monkeypatch)
+    with pytest.raises(ViolationError, match=told):
+        run_rounds(kind, random.Random(0))
