@@ -37,7 +37,8 @@ def keep_for_json(context: typer.Context, is_asked: bool) -> bool:
     The descriptor stays so until the process ends, because a plugin may print even then.
     """
     if is_asked:
-        context.with_resource(_keep())
+        # Not of `context`, which nothing closes when an option after this one is wrong.
+        context.find_root().with_resource(_keep())
     return is_asked
 
 
@@ -84,8 +85,7 @@ def print_json(value: Any) -> None:
 
 def write_json(text: str) -> None:
     """Write what is JSON already to the standard output."""
-    # A command whose options were wrong after --json has not given its stream back; a test's is closed by now.
-    stream = next((one for one in reversed(_kept) if not one.closed), sys.stdout)
+    stream = _kept[-1] if _kept else sys.stdout
     stream.write(text)
     stream.flush()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import io
 import json
 import math
 import os
@@ -230,6 +232,19 @@ def test_what_is_refused_is_said_why(arguments: list[str], error: str) -> None:
     found = CliRunner().invoke(cli.app, arguments)
     assert isinstance(found.exception, RlcoreError)
     assert str(found.exception).startswith(error)
+
+
+def test_a_wrong_option_after_json_gives_the_standard_output_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at a later collection of garbage, amid another command."""
+    gc.disable()
+    try:
+        assert CliRunner().invoke(cli.app, ["doctor", "--json", "extra"]).exit_code == 2
+        later = io.StringIO()
+        monkeypatch.setattr("sys.stdout", later)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert sys.stdout is later
 
 
 def test_wrong_environment_is_one_line_and_exits_with_1(rlcore_command: Run) -> None:

@@ -90,10 +90,15 @@ def ask(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
     return group.call(method, [(args, {})] * len(group.workers))
 
 
+def opened_by(group: WorkerGroup, method: str) -> list[set[tuple[str, int]]]:
+    """Call the method; return each worker's new listeners. Their processes may hold those of earlier tests."""
+    before = [set(map(tuple, found)) for found in ask(group, "listeners")]
+    return [set(map(tuple, found)) - old for found, old in zip(ask(group, method), before, strict=True)]
+
+
 def test_a_group_of_workers_outlives_thousands_of_connections(join_group: Start) -> None:
     with join_group(Worker, 2) as group:
-        before = [set(map(tuple, found)) for found in ask(group, "listeners")]
-        ((listener,), _) = (set(map(tuple, found)) - old for found, old in zip(ask(group, "join"), before, strict=True))
+        (listener,), _ = opened_by(group, "join")
         limits, num_open = ask(group, "leave_descriptors", 300), ask(group, "num_open")
         try:
             with connected(listener, 3000):
@@ -106,10 +111,7 @@ def test_a_group_of_workers_outlives_thousands_of_connections(join_group: Start)
 
 def test_the_groups_of_a_mesh_outlive_thousands_of_connections(join_group: Start) -> None:
     with join_group(Worker, 2) as group:
-        before = [set(map(tuple, found)) for found in ask(group, "listeners")]
-        listeners, *_ = (
-            set(map(tuple, found)) - old for found, old in zip(ask(group, "join_mesh"), before, strict=True)
-        )
+        listeners, _ = opened_by(group, "join_mesh")
         assert len(listeners) > 1, "the mesh has groups of its own"
         limits, num_open = ask(group, "leave_descriptors", 300), ask(group, "num_open")
         try:
@@ -132,7 +134,7 @@ def test_a_worker_warns_before_it_has_no_descriptor_left(
         return "descriptors that this process may have are in use" in said
 
     with join_group(Worker) as group:
-        ((*_, listener),) = ask(group, "open_listener")
+        ((listener,),) = opened_by(group, "open_listener")
         (num_open,) = ask(group, "num_open")
         (limits,) = ask(group, "leave_descriptors", num_open + 300)
         try:
@@ -153,11 +155,11 @@ def test_a_worker_that_runs_out_of_descriptors_says_so(start_group: Start) -> No
             group = stack.enter_context(start_group(Worker))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        (found,) = ask(group, "open_listener")
+        ((listener,),) = opened_by(group, "open_listener")
         most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
         assert [tuple(limits) for limits in ask(group, "leave_descriptors", 50)] == [(most, hard)]
         call = group.workers[0].call("sleep")
-        with connected(found[-1], 3000), pytest.raises(WorkerDiedError) as caught:
+        with connected(listener, 3000), pytest.raises(WorkerDiedError) as caught:
             call.result(60)
     said = str(caught.value)
     assert "was killed by SIGABRT ([enforce fail at" in said and "accept: Too many open files)" in said
