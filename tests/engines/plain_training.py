@@ -145,10 +145,15 @@ class Truth:
 def assert_weights_as_accurate(
     found: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> None:
-    """Each large tensor by itself, and all together."""
+    """Each large tensor by itself, and all together.
+
+    A tensor that is nothing but the reference's rounding is not looked at by itself: a key's bias that starts at 0 has
+    no gradient, since it shifts all scores of a query alike, and how large two roundings are is a matter of luck.
+    """
     assert found.keys() == exact.keys()
     for name, tensor in exact.items():
-        if tensor.numel() >= SMALLEST:
+        is_rounding = tensor.double().norm() <= (reference[name].double() - tensor.double()).norm()
+        if tensor.numel() >= SMALLEST and not is_rounding:
             assert_as_accurate(found[name], reference[name], tensor, what=name)
     joined = [torch.cat([some[name].flatten() for name in exact]) for some in (found, reference, exact)]
     assert_as_accurate(*joined, what="all weights")
