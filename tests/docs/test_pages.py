@@ -65,6 +65,13 @@ def test_short_names_of_files_in_the_architecture_exist() -> None:
     assert [file for file in sorted(named) if not any(f"/{path}".endswith(f"/{file}") for path in known)] == []
 
 
+def test_every_folder_of_the_package_is_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    folders = {path.parent.name for path in (ROOT / "rlcore").glob("*/*.py") if not path.parent.is_symlink()}
+    assert "cli" in folders
+    assert [folder for folder in sorted(folders) if f" {folder}/" not in page] == []
+
+
 def test_each_task_of_the_architecture_begins_at_files_that_exist() -> None:
     tasks = table_of_tasks()
     assert [len(row) for row in tasks] == [3] * 8
