@@ -76,7 +76,7 @@ class SyncPlan(Message, frozen=True):
     label: ClassVar[str] = "Plan"
 
     manifest_digest: str
-    """Of the weights that it was made for: plans for other weights have another digest."""
+    """The weights that it was made for: plans for others have another digest."""
     destinations: tuple[Destination, ...]
     pieces: tuple[PlanPiece, ...]
     """By rank, then by parameter."""
