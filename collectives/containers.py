@@ -12,37 +12,23 @@ clone a tensor that is to live longer than the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
+from rlcore.collectives.groups import Group
 from rlcore.collectives.tree import HOST, LocalTree, Tree, TreeSpec, built, nbytes_of, views
-from rlcore.device import Device
 from rlcore.errors import CollectiveError, InvalidInputError, UnsupportedError
 from rlcore.tensor_data import dtype_name, flat_bytes
 
 _GROUP = Kind("a group of rlcore.collectives.groups.new_group", lambda value: hasattr(value, "world_size"))
 
 
-class ContainerGroup(Protocol):
-    """The part of ``Group`` that is used here."""
-
-    device: Device
-    rank: int
-    world_size: int
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor: ...
-    def all_gather(self, tensor: Tensor, *, sizes: Sequence[int] | None = None) -> list[Tensor]: ...
-    def all_to_all(self, tensors: Sequence[Tensor], *, sizes: Sequence[int] | None = None) -> list[Tensor]: ...
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
-    def exchange(self, data: bytes) -> list[bytes]: ...
-
-
 @takes("all_reduce of a tree", group=_GROUP)
-def all_reduce(tree: Tree, group: ContainerGroup, op: str = "sum") -> Tree:
+def all_reduce(tree: Tree, group: Group, op: str = "sum") -> Tree:
     """Return a new tree with each tensor reduced over all ranks; shapes are the same on all ranks.
 
     Raises:
@@ -64,7 +50,7 @@ def all_reduce(tree: Tree, group: ContainerGroup, op: str = "sum") -> Tree:
 
 
 @takes("all_gather of a tree", group=_GROUP)
-def all_gather(tree: Tree, group: ContainerGroup) -> list[Tree]:
+def all_gather(tree: Tree, group: Group) -> list[Tree]:
     """Return the trees of all ranks, by rank. First dimensions may differ between tensors and between ranks.
 
     Raises:
@@ -81,7 +67,7 @@ def all_gather(tree: Tree, group: ContainerGroup) -> list[Tree]:
 
 
 @takes("broadcast of a tree", group=_GROUP)
-def broadcast(tree: Tree | None, group: ContainerGroup, source: int) -> Tree:
+def broadcast(tree: Tree | None, group: Group, source: int) -> Tree:
     """Return the tree of rank ``source``. Other ranks pass None, or a tree of the same form, which is not changed.
 
     Raises:
@@ -106,7 +92,7 @@ def broadcast(tree: Tree | None, group: ContainerGroup, source: int) -> Tree:
 
 
 @takes("all_to_all of trees", group=_GROUP)
-def all_to_all(trees: Sequence[Tree], group: ContainerGroup) -> list[Tree]:
+def all_to_all(trees: Sequence[Tree], group: Group) -> list[Tree]:
     """Send ``trees[r]`` to rank r; return the trees that the ranks sent here, by rank. First dimensions may differ.
 
     Raises:
@@ -139,7 +125,7 @@ class _CallHeader(msgspec.Struct, frozen=True):
 
 
 def _agreed_specs(
-    trees: Iterable[LocalTree], group: ContainerGroup, what: str, argument: str = "", *, is_whole_shape: bool = False
+    trees: Iterable[LocalTree], group: Group, what: str, argument: str = "", *, is_whole_shape: bool = False
 ) -> list[list[TreeSpec]]:
     """Return each rank's descriptions of its trees, after a check that they fit."""
     own = _CallHeader(what, argument, [tree.spec for tree in trees])
@@ -166,7 +152,7 @@ def _check_same_call(calls: list[_CallHeader]) -> None:
             )
 
 
-def _check_reducible(op: str, dtypes: Iterable[torch.dtype], group: ContainerGroup) -> None:
+def _check_reducible(op: str, dtypes: Iterable[torch.dtype], group: Group) -> None:
     """Check all dtypes before the first is reduced."""
     if op == "premul_sum":
         raise InvalidInputError("all_reduce of a tree takes no 'premul_sum', which has a factor; multiply before")

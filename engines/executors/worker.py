@@ -80,15 +80,21 @@ class Worker:
     def meta(self, tag: str) -> OffloadReport:
         return self.offload_groups[tag].meta()
 
-    # The interface ``rlcore.engines.swapping.swap_worker.SwapWorker``.
+    # Swaps: one worker moves tags of its own and of other workers, all of one device and of one process. ``swap`` does
+    # everything in one call. A swap that spans several processes goes in rounds, in each of which every one of them
+    # moves a part: ``begin_swap``, then ``swap_step`` until nothing is left to move, then ``end_swap``.
 
     def swap(self, plan: SwapPlan, *workers: Worker) -> list[OffloadReport]:
-        """Move tags of workers on this device both ways at once; return one report a tag, in the order of ``plan``."""
+        """Move all tags of ``plan``, both ways at once; return one report a tag, in the order of ``plan``.
+
+        Args:
+            workers: those that ``plan`` names by their position.
+        """
         out, in_ = (_groups_that(move, plan, workers) for move in _BOTH_WAYS)
         return _in_order_of(plan, swap_groups(out, in_))
 
     def begin_swap(self, plan: SwapPlan, *workers: Worker) -> Progress:
-        """Prepare a swap in rounds. Raises what ``swap`` raises before anything moves."""
+        """Check and reserve what a swap in rounds needs. Raises what ``swap`` raises before anything moves."""
         begun = GroupSwap(*(_groups_that(move, plan, workers) for move in _BOTH_WAYS))
         try:
             begun.transfer.begin()
@@ -99,12 +105,12 @@ class Worker:
         return begun.transfer.progress
 
     def swap_step(self, grant: Grant) -> Progress:
-        """Take part in one round; see ``Transfer.step``."""
+        """Move some blocks, within the device memory of ``grant``; see ``Transfer.step``."""
         assert self._swap is not None
         return self._swap.transfer.step(grant)
 
     def reverse_swap(self) -> Progress:
-        """Turn the swap around: the steps that follow bring everything back to where it was."""
+        """Turn the swap around, at any moment after ``begin_swap``: the steps that follow bring everything back."""
         if self._swap is None:  # it could not begin
             return Progress(0, 0, has_device_to_host=False, has_host_to_device=False)
         self._swap.transfer = self._swap.transfer.reversed()

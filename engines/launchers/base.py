@@ -52,8 +52,12 @@ class Launcher(ABC):
     ) -> WorkerGroup:
         """Start one worker for each placement, by rank, and wait until all are ready.
 
-        Each ``WorkerGroup.workers`` entry is a `rlcore.engines.launchers.worker.WorkerHandle`. When a worker fails to
-        start, or the user interrupts the start, no worker is left.
+        The group is ``WorkerGroup(options.engine, options.timeout_s, store)``: ``store`` is a folder through which the
+        workers find each other, which the group removes in the end, "" where there is one worker. To its ``workers``
+        a `rlcore.engines.launchers.worker.WorkerHandle` is added for each rank. A worker is made where it will live, by
+        ``worker_class(context)``: its ``WorkerContext`` has the same ``number`` on all ranks, ``next(engine_numbers)``.
+
+        When a worker fails to start, or the user interrupts the start, no worker is left.
 
         Raises:
             InvalidInputError: this launcher cannot run these workers.

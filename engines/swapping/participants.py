@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlcore.engines.engine import Engine
+from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.residency import Move, State
-from rlcore.engines.swapping.swap_worker import SwapWorker
 from rlcore.errors import UnsupportedError
 from rlcore.types import OffloadReport
 
@@ -58,13 +58,13 @@ class SwapParticipant:
         return any(process == os.getpid() for process, _ in self.sites)
 
     def call(self, method: Callable[..., R], arguments: Sequence[Arguments]) -> list[R]:
-        """Call a method of ``SwapWorker`` on one worker at each site; return the results by site."""
+        """Call a method of ``Worker`` on one worker at each site; return the results by site."""
         return self._leader._built_group().call(method.__name__, arguments)
 
     def swap(self) -> Reports:
         """Move everything in one call; after an error everything is where it was."""
         try:
-            return self.reports(self.call(SwapWorker.swap, self.plans(with_workers=True)))
+            return self.reports(self.call(Worker.swap, self.plans(with_workers=True)))
         except BaseException:
             self._take_back()
             raise

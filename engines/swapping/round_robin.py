@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from rlcore.engines.executors.worker import Worker
 from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.offload.undo import undone_by
 from rlcore.engines.swapping.participants import Arguments, Reports, Site, SwapParticipant
-from rlcore.engines.swapping.swap_worker import SwapWorker
 
 R = TypeVar("R")
 
@@ -28,7 +28,7 @@ def swap_in_rounds(participants: Sequence[SwapParticipant]) -> Reports:
         with undone_by(rounds.take_back):
             rounds.begin()
             rounds.run()
-            ended = rounds.call(SwapWorker.end_swap, lambda participant: participant.plans(was_reversed=False))
+            ended = rounds.call(Worker.end_swap, lambda participant: participant.plans(was_reversed=False))
     reports: Reports = {}
     for participant, results in ended.items():
         reports |= participant.reports(results)
@@ -45,7 +45,7 @@ class _RoundRobin:
         self._progress: dict[Site, Progress] = {}
 
     def begin(self) -> None:
-        self._record(self.call(SwapWorker.begin_swap, lambda participant: participant.plans(with_workers=True)))
+        self._record(self.call(Worker.begin_swap, lambda participant: participant.plans(with_workers=True)))
 
     def run(self, *, goes_on: bool = False) -> None:
         """Run rounds until nothing is left to move; ``goes_on`` without the participants that fail."""
@@ -56,13 +56,13 @@ class _RoundRobin:
         def at_each(participant: SwapParticipant) -> list[Arguments]:
             return [((grants[site],), {}) for site in participant.sites]
 
-        self._record(self.call(SwapWorker.swap_step, at_each, goes_on=goes_on))
+        self._record(self.call(Worker.swap_step, at_each, goes_on=goes_on))
 
     def take_back(self) -> str:
         """Bring everything back; return words that say where it is."""
-        self._record(self.call(SwapWorker.reverse_swap, lambda one: [((), {})] * len(one.sites), goes_on=True))
+        self._record(self.call(Worker.reverse_swap, lambda one: [((), {})] * len(one.sites), goes_on=True))
         self.run(goes_on=True)
-        self.call(SwapWorker.end_swap, lambda participant: participant.plans(was_reversed=True), goes_on=True)
+        self.call(Worker.end_swap, lambda participant: participant.plans(was_reversed=True), goes_on=True)
         if self._lost:
             lost = " and ".join(participant.labels for participant in self._lost)
             return f"That could not be undone for {lost}: build or restart what you need of them"

@@ -17,13 +17,13 @@ from torch import Tensor
 from rlcore._torch_private import copy_all
 from rlcore.engines.weight_sync.endpoint import EndpointInfo, endpoint_info
 from rlcore.engines.weight_sync.messages import Packing, PlanSummary, decoded
+from rlcore.engines.weight_sync.planning.buckets import Bucket
 from rlcore.engines.weight_sync.planning.execution import PlanExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.planner import Planner
 from rlcore.engines.weight_sync.planning.self_test import checksums
 from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.target import Target
-from rlcore.engines.weight_sync.transports.buckets import Bucket
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup

@@ -16,9 +16,9 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.weight_sync.endpoint import endpoint_info
 from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, Packing, Sending, decoded
+from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, packing
 from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
-from rlcore.engines.weight_sync.transports.buckets import Bucket, BucketPiece, fill, packing
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup
 from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, stamp, views
@@ -195,7 +195,7 @@ class Sender:
         check_slot_bytes(slot_bytes)
         key = digest, slot_bytes
         if key not in self._buckets:
-            self._buckets[key] = fill(decoded(pieces, list[BucketPiece], "list of pieces"), slot_bytes)
+            self._buckets[key] = buckets_of(decoded(pieces, list[BucketPiece], "list of pieces"), slot_bytes)
         return len(self._buckets[key])
 
     def pack(self, order: bytes | None) -> int:

@@ -24,7 +24,7 @@ from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.transports.base import Transport
 from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
-from rlcore.engines.weight_sync.transports.staged import PackedOnHostTransport, PackedTransport
+from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
 

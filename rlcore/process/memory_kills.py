@@ -43,9 +43,9 @@ class MemoryKills:
         return "sent by somebody, or by the kernel for want of memory"
 
 
-def machine_kills(vmstat: Path = _VMSTAT) -> int:
+def machine_kills() -> int:
     """Return how often this kernel has killed a process for want of memory; 0 if it does not count."""
-    return _count(vmstat) or 0
+    return _count(_VMSTAT) or 0
 
 
 def _count(file: Path) -> int | None:

@@ -179,12 +179,10 @@ def test_no_name_means_all_and_a_folder_means_all_in_it() -> None:
     heads = {f"kernels/{case}/{head}" for case in ("linear_loss", "linear_logprob") for head in kernel_inputs.HEADS}
     assert {case.name for case in select_cases(["kernels"])} >= {*HEADS, *SCANS, *heads}
     assert len(select_cases(["kernels/linear_loss"])) == len(kernel_inputs.HEADS)
-    assert [case.name for case in select_cases(["startup/help", "dispatch", "dispatch/op"])] == [
-        "startup/help",
-        "dispatch/device",
-        "dispatch/op",
-        "dispatch/op_new",
-    ]
+    dispatch = [name for name in load_cases() if name.startswith("dispatch/")]
+    assert {"dispatch/device", "dispatch/op", "dispatch/op_new"} <= {*dispatch}
+    chosen = select_cases(["startup/help", "dispatch", "dispatch/op"])
+    assert [case.name for case in chosen] == ["startup/help", *dispatch]
 
 
 @pytest.mark.parametrize(

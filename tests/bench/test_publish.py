@@ -134,13 +134,6 @@ def test_sizes_are_exact_where_that_is_short(nbytes: int, shown: str) -> None:
     assert size(nbytes) == shown
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/architecture.md", "docs/bench.md"])
-def test_files_that_a_page_links_to_exist(path: str) -> None:
-    page = ROOT / path
-    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
-
-
 @pytest.mark.parametrize("name", sorted({shown.record for shown in SHOWN}))
 def test_record_that_the_readme_shows_was_made_by_commits_without_changes(name: str) -> None:
     record = read(RESULTS / f"{name}.json")

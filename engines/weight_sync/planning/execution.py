@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlcore.engines.weight_sync.transports.buckets import Bucket, BucketPiece, fill, unpacking
+from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, unpacking
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
@@ -78,7 +78,7 @@ class PlanExecution:
                     f"a bucket came that was cut for slots of {slot_bytes} bytes, and those before it for "
                     f"{self._slot_bytes}"
                 )
-            self._buckets = [fill(own, slot_bytes) for own in self.pieces]
+            self._buckets = [buckets_of(own, slot_bytes) for own in self.pieces]
             self._unpackers, self._slot_bytes = {}, slot_bytes
         return self._buckets
 

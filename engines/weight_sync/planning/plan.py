@@ -71,11 +71,12 @@ class Fallback(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SyncPlan(Message, frozen=True):
-    """All that is written into one worker of an engine; sent and compared by digest."""
+    """All that is written into one worker of an engine; its digest names it in the messages of a round."""
 
     label: ClassVar[str] = "Plan"
 
     manifest_digest: str
+    """The weights that it was made for: plans for others have another digest."""
     destinations: tuple[Destination, ...]
     pieces: tuple[PlanPiece, ...]
     """By rank, then by parameter."""
@@ -94,20 +95,6 @@ class SyncPlan(Message, frozen=True):
         for one in self.fills:
             tensor = live[self.destinations[one.destination].name]
             tensor.as_strided(one.shape, one.stride, int(tensor.storage_offset()) + one.offset).fill_(one.value)
-
-    def check(self, manifest: WeightManifest, live: Mapping[str, Tensor]) -> None:
-        """Raise SyncError unless this plan was made for these weights and tensors."""
-        if manifest.digest != self.manifest_digest:
-            raise SyncError(
-                f"this plan was made for the weights {self.manifest_digest[:12]}, and the trainer has "
-                f"{manifest.digest[:12]}: its model or its sharding is another one. Make a new plan."
-            )
-        if wrong := misfits(self.destinations, live):
-            name, reason = next(iter(wrong.items()))
-            raise SyncError(
-                f"this plan was made for another engine: {name} cannot be written by it, since {reason} "
-                f"({len(wrong)} of {len(self.destinations)} such tensors). Make a new plan."
-            )
 
 
 def misfits(destinations: Iterable[Destination], live: Mapping[str, Tensor]) -> dict[str, str]:

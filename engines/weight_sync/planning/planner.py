@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlcore.engines.weight_sync.endpoint import EndpointInfo
+from rlcore.engines.weight_sync.planning.buckets import BucketPiece, dense
 from rlcore.engines.weight_sync.planning.coverage import missing_part
 from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
@@ -13,7 +14,6 @@ from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfit
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical
 from rlcore.engines.weight_sync.target import Target
-from rlcore.engines.weight_sync.transports.buckets import BucketPiece, dense
 from rlcore.errors import SyncError
 
 

@@ -11,7 +11,7 @@ from rlcore.engines.weight_sync.endpoint import EndpointInfo
 from rlcore.engines.weight_sync.transports.base import Route, Transport
 from rlcore.engines.weight_sync.transports.collective import CollectiveTransport
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
-from rlcore.engines.weight_sync.transports.staged import PackedOnHostTransport, PackedTransport
+from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport
 
 TRANSPORTS: tuple[type[Transport], ...] = (
     LocalTransport,

@@ -8,10 +8,10 @@ from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import SyncPeers, at_once
 from rlcore.engines.weight_sync.messages import Packing, Sending
 from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft
-from rlcore.engines.weight_sync.transports.staged import StagedTransport, encode
+from rlcore.engines.weight_sync.transports.packed import StagingTransport, encode
 
 
-class CollectiveTransport(StagedTransport):
+class CollectiveTransport(StagingTransport):
     """Every sender and receiver is in a process and on a device of its own. No memory is shared."""
 
     route = "collective"

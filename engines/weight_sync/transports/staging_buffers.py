@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rlcore import held_memory
 from rlcore.device import Device
+from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket
 from rlcore.engines.weight_sync.planning.manifest import dtype_of
-from rlcore.engines.weight_sync.transports.buckets import ALIGNMENT, Bucket
 from rlcore.errors import DeviceError, InvalidInputError, SyncError
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlcore.engines.weight_sync.channels.peers import Call, SyncPeers
-from rlcore.engines.weight_sync.transports.staged import PackedTransport
+from rlcore.engines.weight_sync.transports.packed import PackedTransport
 
 DEADLINE_S = 60.0
 

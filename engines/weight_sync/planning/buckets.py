@@ -1,4 +1,9 @@
-"""Buckets: the pieces of a plan, cut and laid out so that each list fits into a slot of a staging buffer."""
+"""Buckets: the pieces of a plan, cut and laid out so that each list fits into a slot of a staging buffer.
+
+A trainer's rank (``Sender.take_plan``) and a receiver (``PlanExecution.buckets``) each cut by themselves, from the
+same pieces and slot size. What goes between them is the number of a bucket, and a header with its round, number, bytes
+and checksum, never which pieces lie in it: a cut must depend on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ ALIGNMENT = 512
 
 
 class BucketPiece(NamedTuple):
-    """A copy between two tensors that are known by numbers or names."""
+    """A copy between two tensors that are known by numbers or names. Receivers send these to senders as msgpack."""
 
     source: int | str
     """The sender's number of the parameter; computed weights are counted after all parameters."""
@@ -45,8 +50,12 @@ def _bucket(pieces: list[BucketPiece], offsets: list[int], nbytes: int, payload_
     return Bucket(pieces, offsets, nbytes, payload_bytes, frozenset(piece.dtype for piece in pieces))
 
 
-def fill(pieces: Iterable[BucketPiece], slot_bytes: int) -> list[Bucket]:
-    """Put all pieces, in order, into as few buckets as possible; one that is larger than a slot is cut."""
+def buckets_of(pieces: Iterable[BucketPiece], slot_bytes: int) -> list[Bucket]:
+    """Put all pieces, in order, into as few buckets as possible; one that is larger than a slot is cut.
+
+    Args:
+        slot_bytes: size of a slot, header included; see ``check_slot_bytes`` of the staging buffers.
+    """
     most_bytes = slot_bytes - ALIGNMENT
     buckets: list[Bucket] = []
     current: list[BucketPiece] = []

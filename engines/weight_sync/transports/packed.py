@@ -15,7 +15,7 @@ from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft, Trans
 encode = msgspec.msgpack.encode
 
 
-class StagedTransport(Transport):
+class StagingTransport(Transport):
     """Each sender packs the buckets of all distinct plans into its staging buffers, one plan after the other."""
 
     def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
@@ -72,7 +72,7 @@ class StagedTransport(Transport):
         ]
 
 
-class PackedTransport(StagedTransport):
+class PackedTransport(StagingTransport):
     """Receivers open the senders' staging buffers; one buffer is unpacked while the other is packed."""
 
     route = "packed"
