@@ -31,6 +31,8 @@ from rlcore.engines.sampling.vllm.interfaces import (
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 from rlcore.process.guard import FAMILY
 
+_log = logging.getLogger(__name__)
+
 OLDEST, NEWEST = (0, 26), (0, 33)
 _MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
 
@@ -51,7 +53,7 @@ def prepare() -> str:
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        UnsupportedError: a version that rlcore does not know.
+        UnsupportedError: a version that is older than rlcore knows.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -76,14 +78,24 @@ def prepare() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raise UnsupportedError for a version outside the range that rlcore was checked against."""
+    """Refuse a version that is older than rlcore knows, and warn of a newer one: most go on as the last one did.
+
+    Raises:
+        UnsupportedError: the version is too old, or is not written as one.
+    """
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
-        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    if found is None or (int(found[1]), int(found[2])) < OLDEST:
         raise UnsupportedError(
             f"vLLM {version}",
             f"the vllm executor knows {oldest} to {newest}; run: pip install 'vllm>={oldest},<={newest}.99'",
         )
+    if (int(found[1]), int(found[2])) > NEWEST:
+        _log.warning(
+            "vLLM %s is newer than what rlcore was checked against, %s to %s; if something fails in it, run: "
+            "pip install 'vllm<=%s.99'",
+            version, oldest, newest, newest,
+        )  # fmt: skip
 
 
 def check_platform(device: Device) -> None:
@@ -302,7 +314,7 @@ def weight_transfer_base() -> Any:
     """Return the base class of back ends of vLLM's own weight transfer; in 0.26 it has the trainer's side too.
 
     Raises:
-        UnsupportedError: a version that rlcore does not know.
+        UnsupportedError: a version that is older than rlcore knows.
     """
     try:
         import vllm
@@ -317,7 +329,7 @@ def weight_transfer_trainer_bases() -> tuple[Any, Any]:
     """Return the base classes of the trainer's side of vLLM's own weight transfer, and of its information.
 
     Raises:
-        UnsupportedError: a version that rlcore does not know.
+        UnsupportedError: a version that is older than rlcore knows.
     """
     try:
         import vllm

@@ -159,12 +159,23 @@ def test_the_extension_needs_neither_vllm_nor_ray(run_python: Any) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.30.1rc2", "0.33.4+cu129", "0.28.0"])
-def test_supported_versions(version: str) -> None:
+def test_supported_versions(version: str, caplog: pytest.LogCaptureFixture) -> None:
     versions.check_version(version)
+    assert not caplog.records
 
 
-@pytest.mark.parametrize("version", ["0.25.9", "0.34.0", "1.0.0", "dev"])
-def test_other_versions_are_refused_with_the_command(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.34.0", "1.0.0rc1"])
+def test_newer_versions_are_warned_of(version: str, caplog: pytest.LogCaptureFixture) -> None:
+    versions.check_version(version)
+    (told,) = caplog.messages
+    assert told == (
+        f"vLLM {version} is newer than what rlcore was checked against, 0.26 to 0.33; if something fails in it, run: "
+        "pip install 'vllm<=0.33.99'"
+    )
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "dev"])
+def test_older_versions_are_refused_with_the_command(version: str) -> None:
     with pytest.raises(
         UnsupportedError,
         match=re.escape(f"vLLM {version} is not supported: the vllm executor knows 0.26 to 0.33; run: pip install"),
