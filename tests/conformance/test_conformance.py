@@ -1,6 +1,7 @@
 """The suite passes on devices as they are, and fails on each planted fault, at the test it is for.
 
-The faults of the CPU device are planted in one run (faulty_cpu.py), those of simdev, a device in C++, in one each.
+The faults of faulty_devices.py are planted in one run for each device, those in the sources of simdev, a device in C++,
+in a run each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlcore.bench.system import source_commit
-from tests.conformance.faulty_cpu import FAULTS as CPU_FAULTS
+from tests.conformance.faulty_devices import FAULTS as PLANTED
 
 REPORTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "conformance"
 
@@ -75,7 +76,11 @@ FAULTS = {
 }
 """A fault of simdev (csrc/faults.h, rlcore_simdev/faults.py) -> the test that has to fail."""
 
-FAULTY_CPU = Run("cpu", tuple(CPU_FAULTS), ("-p", "faulty_cpu"))
+FAULTY = {
+    device: Run(device, tuple(sorted({fault.test for fault in faults.values()})), ("-p", "faulty_devices"))
+    for device, faults in PLANTED.items()
+}
+"""All faults of faulty_devices.py of a device in one run."""
 
 AS_IT_IS = pytest.mark.parametrize(
     "run", [pytest.param(run, id=name, marks=[pytest.mark.slow] * (name != "cpu")) for name, run in WHOLE.items()]
@@ -134,15 +139,24 @@ def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
 
 @AS_IT_IS
 def test_what_a_fault_breaks_passes_without_it(runs: Any, run: Run) -> None:
-    broken = CPU_FAULTS if run.device == "cpu" else FAULTS.values()
-    assert runs.outcome(run).tests("passed") >= set(broken)
+    passed = runs.outcome(run).tests("passed")
+    assert {test.partition("[")[0] for test in passed} >= {fault.test for fault in PLANTED[run.device].values()}
+    assert run.device == "cpu" or passed >= set(FAULTS.values())
 
 
-@pytest.mark.parametrize("run", [FAULTY_CPU], ids=["cpu"])
-@pytest.mark.parametrize("test", CPU_FAULTS)
-def test_a_fault_planted_in_the_cpu_device_is_caught(runs: Any, run: Run, test: str) -> None:
-    outcome = runs.outcome(run)
-    assert test in outcome.tests("failed"), outcome.output
+@pytest.mark.parametrize(
+    ("run", "fault"),
+    [
+        pytest.param(run, fault, id=f"{device}-{fault}", marks=[pytest.mark.slow] * (device != "cpu"))
+        for device, run in FAULTY.items()
+        for fault in PLANTED[device]
+    ],
+)
+def test_a_fault_planted_from_outside_is_caught(runs: Any, run: Run, fault: str) -> None:
+    outcome, test = runs.outcome(run), PLANTED[run.device][fault].test
+    assert outcome.returncode == 1, outcome.output
+    failed = [name.partition("[") for name in outcome.tests("failed")]
+    assert any(name == test and fault in ids.rstrip("]").split("-") for name, _, ids in failed), outcome.output
 
 
 @pytest.mark.slow
