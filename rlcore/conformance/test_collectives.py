@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.conformance.peer import Peer, PeerPool
+from rlcore.conformance.peer import Peer, PeerError, PeerPool
 from rlcore.conformance.work import grown
 from rlcore.device import Device
 from rlcore.errors import InvalidInputError, UnsupportedError
@@ -40,7 +40,16 @@ class Ranks:
     def _all(self, task: str, arguments: Any) -> list[Any]:
         for rank, peer in enumerate(self._peers):
             peer.begin(f"{TASKS}:{task}", *arguments(rank))
-        return [peer.answer() for peer in self._peers]
+        answers: list[Any] = []
+        errors: list[PeerError] = []
+        for peer in self._peers:
+            try:
+                answers.append(peer.answer())
+            except PeerError as error:  # the others' answers are not left for the next test
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
 
 
 def wrong(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from rlcore.bench.system import source_commit
-from tests.conformance.faulty_devices import FAULTS as PLANTED
+from tests.conformance import faulty_devices
+from tests.conformance.faulty_devices import Fault
 
 REPORTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "conformance"
 
@@ -77,11 +79,17 @@ FAULTS = {
 }
 """A fault of simdev (csrc/faults.h, rlcore_simdev/faults.py) -> the test that has to fail."""
 
-FAULTY = {
-    device: Run(device, tuple(sorted({fault.test for fault in faults.values()})), ("-p", "faulty_devices"))
-    for device, faults in PLANTED.items()
-}
-"""All faults of faulty_devices.py of a device in one run."""
+
+def planting(device: str, faults: Mapping[str, Fault]) -> Run:
+    """All of them in one run, in which a test runs once for each that it has to find."""
+    return Run(device, tuple(sorted({fault.test for fault in faults.values()})), ("-p", "faulty_devices"))
+
+
+PLANTED = [
+    ("cpu", faulty_devices.CPU, ()),
+    ("cpu", faulty_devices.CPU_COLLECTIVES, pytest.mark.slow),
+    ("simdev", faulty_devices.SIMDEV, pytest.mark.slow),
+]
 
 AS_IT_IS = pytest.mark.parametrize(
     "run", [pytest.param(run, id=name, marks=[pytest.mark.slow] * (name != "cpu")) for name, run in WHOLE.items()]
@@ -141,20 +149,21 @@ def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
 @AS_IT_IS
 def test_what_a_fault_breaks_passes_without_it(runs: Any, run: Run) -> None:
     passed = runs.outcome(run).tests("passed")
-    assert {test.partition("[")[0] for test in passed} >= {fault.test for fault in PLANTED[run.device].values()}
+    planted = faulty_devices.FAULTS[run.device].values()
+    assert {test.partition("[")[0] for test in passed} >= {fault.test for fault in planted}
     assert run.device == "cpu" or passed >= set(FAULTS.values())
 
 
 @pytest.mark.parametrize(
-    ("run", "fault"),
+    ("run", "fault", "test"),
     [
-        pytest.param(run, fault, id=f"{device}-{fault}", marks=[pytest.mark.slow] * (device != "cpu"))
-        for device, run in FAULTY.items()
-        for fault in PLANTED[device]
+        pytest.param(planting(device, faults), name, fault.test, id=f"{device}-{name}", marks=marks)
+        for device, faults, marks in PLANTED
+        for name, fault in faults.items()
     ],
 )
-def test_a_fault_planted_from_outside_is_caught(runs: Any, run: Run, fault: str) -> None:
-    outcome, test = runs.outcome(run), PLANTED[run.device][fault].test
+def test_a_fault_planted_from_outside_is_caught(runs: Any, run: Run, fault: str, test: str) -> None:
+    outcome = runs.outcome(run)
     assert outcome.returncode == 1, outcome.output
     failed = [name.partition("[") for name in outcome.tests("failed")]
     assert any(name == test and fault in ids.rstrip("]").split("-") for name, _, ids in failed), outcome.output
