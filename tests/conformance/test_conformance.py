@@ -187,6 +187,22 @@ def test_every_fault_of_simdev_has_a_test(simdev_sources: str) -> None:
     assert set(re.findall(r'has_fault\("(\w+)"\)', simdev_sources)) == set(FAULTS)
 
 
+SLOW_EXPORTER = (
+    "test_ipc::test_importing_twice_opens_once_and_closing_one_leaves_the_other",  # the other process has started
+    "test_ipc::test_a_parameter_stays_what_it_is",
+    "test_ipc::test_views_of_one_storage_are_one_export_and_keep_their_strides",
+    "test_ipc::test_two_tensors_of_one_block_of_memory_are_closed_and_revoked_each_by_itself",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [Run("simdev", SLOW_EXPORTER, ("-p", "slow_device"))], ids=["simdev"])
+def test_a_device_that_is_slow_and_right_passes(runs: Any, run: Run) -> None:
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 0, outcome.output
+    assert len(outcome.tests("passed")) == len(SLOW_EXPORTER)
+
+
 POOL = ("test_memory::test_pools_of_two_tags_are_apart",)
 
 
