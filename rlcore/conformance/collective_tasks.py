@@ -199,10 +199,14 @@ def _not_finite(device: Device, op: str, dtype: torch.dtype) -> str:
     found = group.all_reduce(ranks[group.rank].to(device.torch_device, copy=True), op).cpu()
     expected = _expected(ranks, op, None)
     is_finite = expected.isfinite()
-    if not torch.allclose(found.double()[~is_finite], expected[~is_finite], rtol=0, atol=0, equal_nan=True):
+    if not _same_or_nan(found.double()[~is_finite], expected[~is_finite]):
         return f"gave {found[~is_finite].tolist()}, not {expected[~is_finite].tolist()}"
     is_right = _is_right(found[is_finite], expected[is_finite], roundings=group.world_size)
     return "ok" if is_right else f"gave {found.tolist()}, not {expected.tolist()}"
+
+
+def _same_or_nan(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def _first_difference(found: torch.Tensor, expected: torch.Tensor) -> str:

@@ -113,7 +113,7 @@ def test_a_size_that_is_none_is_refused(device: Device, nbytes: Any) -> None:
 
 @pytest.mark.covers("memory.copy_batch")
 def test_a_batch_copies_every_pair_whatever_its_direction_dtype_and_strides(device: Device) -> None:
-    """Of any bits: a number that has passed through another dtype, or a NaN that was set right, is another."""
+    """Bits are compared: a number that went through another dtype, or a NaN that was set right, has others."""
     host = [any_bits(number % 300 + 1, _DTYPES[number % len(_DTYPES)]) for number in range(1300)]
     there = [torch.zeros_like(tensor, device=device.torch_device) for tensor in host]
     device.memory.copy_batch(there, host)
