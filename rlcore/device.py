@@ -136,6 +136,8 @@ class Memory(DevicePart, Protocol):
     def host_alloc(self, nbytes: int) -> HostMemory:
         """Return ``nbytes`` (at least 1) of host memory for copies at the speed of this device's link.
 
+        It begins at a page, and all its pages are present.
+
         Raises:
             DeviceError: the host has too little memory, or the driver cannot page-lock it.
         """
@@ -244,7 +246,11 @@ class Streams(DevicePart, Protocol):
     """Queues of work on a device, and events that order them.
 
     A stream has ``wait_stream``, ``wait_event``, ``record_event``, ``query``, ``synchronize``; an event has ``record``,
-    ``wait``, ``query``, ``synchronize``, ``elapsed_time`` (milliseconds). They are torch's, or behave like them.
+    ``wait``, ``query``, ``synchronize``, ``elapsed_time`` (milliseconds, with their fractions). They are torch's, or
+    behave like them: an event is about its last record, and has the time when its stream came to it.
+
+    Copies between host and device have a place in the current stream. One that is not ``non_blocking`` has read or
+    written the host's memory when it returns.
     """
 
     def new(self, priority: int = 0) -> torch.Stream:
@@ -256,7 +262,10 @@ class Streams(DevicePart, Protocol):
         ...
 
     def use(self, stream: torch.Stream) -> AbstractContextManager[torch.Stream]:
-        """Queue work on ``stream`` inside a ``with`` statement. This orders nothing; ``wait_stream`` does."""
+        """Queue work on ``stream`` inside a ``with`` statement, however it ends.
+
+        This orders nothing; ``wait_stream`` does.
+        """
         ...
 
     def event(self, timing: bool = False, interprocess: bool = False) -> torch.Event:
@@ -462,7 +471,7 @@ class Device(Protocol):
         """Wait until all work queued on this device is done."""
 
     def seed(self, value: int) -> None:
-        """Seed this device's default random generator."""
+        """Seed the default random generator of this device, and of no other, by all 64 bits of ``value``."""
 
     def rng_state(self) -> torch.Tensor:
         """Return the state of the default generator, a uint8 host tensor."""

@@ -170,6 +170,7 @@ class MemoryStats:
     """Memory that this process's allocator holds on the device."""
 
     allocated_bytes: int
+    """The memory of tensors; not that which the allocator keeps for later ones."""
     reserved_bytes: int
     peak_allocated_bytes: int
 

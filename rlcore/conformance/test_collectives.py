@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.conformance.peer import Peer, PeerPool
+from rlcore.conformance.peer import Peer, PeerError, PeerPool
 from rlcore.conformance.work import grown
 from rlcore.device import Device
 from rlcore.errors import InvalidInputError, UnsupportedError
@@ -40,7 +40,26 @@ class Ranks:
     def _all(self, task: str, arguments: Any) -> list[Any]:
         for rank, peer in enumerate(self._peers):
             peer.begin(f"{TASKS}:{task}", *arguments(rank))
-        return [peer.answer() for peer in self._peers]
+        answers: list[Any] = []
+        errors: list[PeerError] = []
+        for peer in self._peers:
+            try:
+                answers.append(peer.answer())
+            except PeerError as error:  # the others' answers are not left for the next test
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
+
+def wrong(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is not right, with the rank and what it found."""
+    return {
+        f"rank {rank}: {what}": found
+        for rank, answer in enumerate(answers)
+        for what, found in answer.items()
+        if found not in ("ok", "unsupported", True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +76,33 @@ def ranks(request: pytest.FixtureRequest, peers: PeerPool, tmp_path_factory: pyt
 
 @pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")
 def test_every_reduction_is_right_or_refused_as_declared(ranks: Ranks) -> None:
-    for found in ranks.ask("reductions"):
-        wrong = {pair: result for pair, result in found.items() if result not in ("ok", "unsupported")}
-        assert not wrong
+    assert not wrong(ranks.ask("reductions"))
+
+
+@pytest.mark.covers("collectives.reduce_ops", "collectives.dtypes")
+def test_nan_and_infinity_of_one_rank_reach_all(ranks: Ranks) -> None:
+    assert not wrong(ranks.ask("not_finite"))
+
+
+@pytest.mark.covers("collectives.backend")
+def test_tensors_of_many_elements_are_right_to_their_end(ranks: Ranks) -> None:
+    assert not wrong(ranks.ask("of_many_elements"))
+
+
+@pytest.mark.covers("collectives.backend")
+def test_tensors_of_no_elements_are_taken(ranks: Ranks) -> None:
+    assert not wrong(ranks.ask("of_no_elements"))
 
 
 @pytest.mark.covers("collectives.backend")
 def test_every_movement_of_tensors_is_right(ranks: Ranks) -> None:
-    for found in ranks.ask("movements"):
-        assert all(found.values()), found
+    assert not wrong(ranks.ask("movements"))
 
 
 @pytest.mark.covers("collectives.backend")
-def test_a_collective_comes_after_what_was_queued_before_it(ranks: Ranks) -> None:
-    assert ranks.ask("collective_follows_the_stream") == [[3.0 * WORLD_SIZE * 2]] * WORLD_SIZE
+@pytest.mark.parametrize("is_new", [False, True], ids=["the first stream", "a new stream"])
+def test_a_collective_comes_after_what_was_queued_before_it(ranks: Ranks, is_new: bool) -> None:
+    assert ranks.ask("collective_follows_the_stream", is_new) == [[3.0 * WORLD_SIZE * 2]] * WORLD_SIZE
 
 
 @pytest.mark.covers("collectives.backend")

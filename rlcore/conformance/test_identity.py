@@ -77,6 +77,16 @@ def test_a_seed_decides_what_is_drawn(device: Device) -> None:
     assert not torch.equal(first, torch.rand(8, device=device.torch_device))
 
 
+@pytest.mark.covers("identity.seed", "identity.rng_state")
+def test_all_64_bits_of_a_seed_count(device: Device) -> None:
+    """By the state: the CPU's generator takes the seed whole into it, and draws by 32 bits of it."""
+    states = []
+    for seed in (7, 7 + 2**32, 7 + 2**63):
+        device.seed(seed)
+        states.append(bytes(device.rng_state().tolist()))
+    assert len(set(states)) == 3, "seeds that differ in their upper 32 bits made the same state"
+
+
 @pytest.mark.covers("identity.rng_state", "identity.set_rng_state")
 def test_a_random_state_continues_where_it_was_taken(device: Device) -> None:
     device.seed(7)

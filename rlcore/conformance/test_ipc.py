@@ -100,6 +100,7 @@ def test_views_of_one_storage_are_one_export_and_keep_their_strides(device: Devi
 def test_a_parameter_stays_what_it_is(device: Device, peer: Peer) -> None:
     parameter = torch.nn.Parameter(torch.ones(5, device=device.torch_device))
     view = parameter.detach()[1:]
+    device.synchronize()
     handle = device.memory.export_ipc(parameter)
     assert peer.ask(OPEN, 1, handle.to_bytes()) == [1] * 5
     with torch.no_grad():
@@ -123,6 +124,21 @@ def test_importing_twice_opens_once_and_closing_one_leaves_the_other(device: Dev
         device.memory.revoke(handle, timeout_s=0.2)
     peer.ask(CLOSE, 2)
     device.memory.revoke(handle)
+
+
+def test_two_tensors_of_one_block_of_memory_are_closed_and_revoked_each_by_itself(device: Device, peer: Peer) -> None:
+    tensors = [torch.full((4,), float(number), device=device.torch_device) for number in (1, 2)]  # allocators join them
+    device.synchronize()
+    first, second = (device.memory.export_ipc(tensor) for tensor in tensors)
+    for key, handle in enumerate((first, second), 1):
+        assert peer.ask(OPEN, key, handle.to_bytes()) == [key] * 4
+    peer.ask(CLOSE, 1)
+    peer.ask(WRITE, 2, 5)
+    assert tensors[1].tolist() == [5] * 4
+    device.memory.revoke(first)
+    assert peer.ask(READ, 2) == [5] * 4
+    peer.ask(CLOSE, 2)
+    device.memory.revoke(second)
 
 
 def test_the_exporter_imports_its_own_memory_as_a_view(device: Device) -> None:

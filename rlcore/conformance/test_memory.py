@@ -50,6 +50,14 @@ def test_each_of_several_tensors_counts(device: Device) -> None:
         device.memory.empty_cache()
 
 
+@pytest.mark.covers("memory.stats")
+def test_freed_memory_that_the_allocator_keeps_is_not_allocated(device: Device) -> None:
+    before = allocated(device)
+    tensor = filled(device, NUM_BYTES)
+    del tensor
+    assert allocated(device) - before == pytest.approx(0, abs=SLACK)
+
+
 @pytest.mark.covers("memory.stats", "memory.reset_peak")
 def test_the_peak_remembers_what_was_freed_until_it_is_reset(device: Device) -> None:
     device.memory.reset_peak()

@@ -47,6 +47,13 @@ def _event_wait(device: Device, producer: Any, consumer: Any) -> None:
     event.wait(consumer)
 
 
+def _event_wait_of_its_last_record(device: Device, producer: Any, consumer: Any) -> None:
+    event = device.streams.event()
+    event.record(consumer)
+    event.record(producer)
+    event.wait(consumer)
+
+
 def _synchronize_stream(device: Device, producer: Any, consumer: Any) -> None:
     producer.synchronize()
 
@@ -86,7 +93,10 @@ def rounds_in_order(device: Device, busy: BusyWork, order: Order, producer: Any,
 @pytest.mark.parametrize("towards", ["a new stream", "the first stream"])
 @pytest.mark.parametrize(
     "order",
-    [_wait_stream, _wait_event, _event_wait, _synchronize_stream, _synchronize_event, _synchronize_device],
+    [
+        *(_wait_stream, _wait_event, _event_wait, _event_wait_of_its_last_record),
+        *(_synchronize_stream, _synchronize_event, _synchronize_device),
+    ],
     ids=lambda order: order.__name__.strip("_"),
 )
 def test_what_waits_sees_what_it_waited_for(device: Device, busy: BusyWork, order: Order, towards: str) -> None:
@@ -113,6 +123,46 @@ def test_work_on_one_stream_is_done_in_order(device: Device, busy: BusyWork) -> 
             value.mul_(2).add_(1)
     stream.synchronize()
     assert value.max().item() == value.min().item() == 2**21 - 1
+
+
+READS: dict[str, Callable[[torch.Tensor], float]] = {
+    "cpu": lambda value: float(value.cpu().sum()),
+    "item": lambda value: value[-1].item() * value.numel(),
+    "copy_": lambda value: float(torch.zeros(value.shape).copy_(value).sum()),
+}
+
+
+@pytest.mark.covers("streams.current", "streams.use")
+@pytest.mark.parametrize("is_new", [False, True], ids=["the first stream", "a new stream"])
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_copy_to_the_host_comes_after_the_work_before_it(
+    device: Device, busy: BusyWork, read: Callable[[torch.Tensor], float], is_new: bool
+) -> None:
+    stream = device.streams.new() if is_new else device.streams.current()
+    value = torch.zeros(MB, device=device.torch_device)
+    device.synchronize()
+    for number in range(1, rounds(device) + 1):
+        with device.streams.use(stream):
+            busy.queue()
+            value.fill_(number)
+            assert read(value) == number * MB, "the host has read what was there before"
+
+
+@pytest.mark.covers("streams.current", "streams.use")
+@pytest.mark.parametrize("is_new", [False, True], ids=["the first stream", "a new stream"])
+def test_a_copy_from_the_host_comes_after_the_work_before_it(device: Device, busy: BusyWork, is_new: bool) -> None:
+    stream = device.streams.new() if is_new else device.streams.current()
+    value, host = torch.zeros(MB, device=device.torch_device), torch.zeros(MB)
+    device.synchronize()
+    for number in range(1, rounds(device) + 1):
+        with device.streams.use(stream):
+            host.fill_(number)
+            busy.queue()
+            value.fill_(-1)
+            value.copy_(host)
+            host.fill_(-2)  # the copy has returned
+            stream.synchronize()
+            assert value.unique().tolist() == [number]
 
 
 def reads_what_was_there(device: Device, busy: BusyWork, owner: Any, reader: Any, is_recorded: bool) -> bool:
@@ -163,6 +213,14 @@ def test_use_sets_the_current_stream_and_puts_the_last_one_back(device: Device) 
     with device.streams.use(stream):
         if device.capabilities()["streams.use"].support == "native":
             assert device.streams.current() == stream != before
+    assert device.streams.current() == before
+
+
+@pytest.mark.covers("streams.use")
+def test_an_error_inside_use_puts_the_last_stream_back_too(device: Device) -> None:
+    before = device.streams.current()
+    with pytest.raises(ZeroDivisionError), device.streams.use(device.streams.new()):
+        _ = 1 / 0
     assert device.streams.current() == before
 
 
@@ -225,15 +283,54 @@ def test_elapsed_time_grows_with_the_work_between(device: Device, busy: BusyWork
 
 @pytest.mark.covers("streams.event")
 def test_elapsed_time_is_in_milliseconds(device: Device, busy: BusyWork) -> None:
-    found = []
-    for _ in range(10):  # the host's clock may run on while somebody else has the processor
-        device.synchronize()
-        began = time.perf_counter()
-        told = _milliseconds(device, busy, 2)
-        found.append((told, (time.perf_counter() - began) * 1000))
-        if 0.2 * found[-1][1] < told <= 1.05 * found[-1][1]:
-            return
-    pytest.fail(f"events and the host's clock told, in milliseconds: {found}")
+    """The host's clock bounds it: both events were seen not to be reached yet, and seen to be reached."""
+    told = []
+    for pause_s, times in ((0.1, 0), (0.02, 0), (0.0, 3), (0.0, 1)):
+        least, elapsed, most = _bounded(device, busy, pause_s, times)
+        assert least <= elapsed <= most, f"by the host's clock between {least} and {most} ms, by events {elapsed} ms"
+        told.append(elapsed)
+    assert any(elapsed % 1 for elapsed in told), f"times are cut to whole milliseconds: {told}"
+
+
+@pytest.mark.covers("streams.event")
+def test_an_event_has_the_time_of_its_last_record(device: Device, busy: BusyWork) -> None:
+    first, second, third = (device.streams.event(timing=True) for _ in range(3))
+    stream = device.streams.current()
+    first.record(stream)
+    second.record(stream)
+    busy.queue()
+    third.record(stream)
+    second.record(stream)
+    device.synchronize()
+    assert first.elapsed_time(second) >= first.elapsed_time(third) > 0
+
+
+def _bounded(device: Device, busy: BusyWork, pause_s: float, times: int) -> tuple[float, float, float]:
+    """Return the least that two events may tell in milliseconds, what they tell, and the most.
+
+    Between them are a pause of the host, and work.
+    """
+    begin, end = device.streams.event(timing=True), device.streams.event(timing=True)
+    stream = device.streams.current()
+    device.synchronize()
+    before_begin = time.perf_counter()
+    begin.record(stream)
+    begin.synchronize()
+    after_begin = time.perf_counter()
+    time.sleep(pause_s)
+    busy.queue(times)
+    before_end = time.perf_counter()
+    end.record(stream)
+    while (now := time.perf_counter()) and not end.query():
+        before_end = now
+    end.synchronize()
+    after_end = time.perf_counter()
+    slack_s = 1e-4 + (after_end - before_begin) / 1000  # when the host sees an event, and clocks that run apart
+    return (
+        (before_end - after_begin - slack_s) * 1000,
+        float(begin.elapsed_time(end)),
+        (after_end - before_begin + slack_s) * 1000,
+    )
 
 
 def _milliseconds(device: Device, busy: BusyWork, times: int) -> float:

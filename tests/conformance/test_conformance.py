@@ -1,12 +1,14 @@
 """The suite passes on devices as they are, and fails on each planted fault, at the test it is for.
 
-The faults of the CPU device are planted in one run (faulty_cpu.py), those of simdev, a device in C++, in one each.
+The faults of faulty_devices.py are planted in one run for each device, those in the sources of simdev, a device in C++,
+in a run each.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from typing import Any
 import pytest
 
 from rlcore.bench.system import source_commit
-from tests.conformance.faulty_cpu import FAULTS as CPU_FAULTS
+from tests.conformance import faulty_devices
+from tests.conformance.faulty_devices import Fault
 
 REPORTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "conformance"
 
@@ -70,12 +73,23 @@ FAULTS = {
     "reduce_scatter_always_sums": "test_collectives::test_every_reduction_is_right_or_refused_as_declared",
     "barrier_does_nothing": "test_collectives::test_torchs_default_group_is_made_with_init_kwargs",
     "groups_leak": "test_collectives::test_destroying_and_forming_a_group_leaves_nothing",
-    "collectives_do_not_wait": "test_collectives::test_a_collective_comes_after_what_was_queued_before_it",
+    "collectives_do_not_wait": "test_collectives::test_a_collective_comes_after_what_was_queued_before_it"
+    "[the first stream]",
     "fused_adamw_does_nothing": "test_training::test_adamw_steps_are_those_of_the_cpu[fused]",
 }
 """A fault of simdev (csrc/faults.h, rlcore_simdev/faults.py) -> the test that has to fail."""
 
-FAULTY_CPU = Run("cpu", tuple(CPU_FAULTS), ("-p", "faulty_cpu"))
+
+def planting(device: str, faults: Mapping[str, Fault]) -> Run:
+    """All of them in one run, in which a test runs once for each that it has to find."""
+    return Run(device, tuple(sorted({fault.test for fault in faults.values()})), ("-p", "faulty_devices"))
+
+
+PLANTED = [
+    ("cpu", faulty_devices.CPU, ()),
+    ("cpu", faulty_devices.CPU_COLLECTIVES, pytest.mark.slow),
+    ("simdev", faulty_devices.SIMDEV, pytest.mark.slow),
+]
 
 AS_IT_IS = pytest.mark.parametrize(
     "run", [pytest.param(run, id=name, marks=[pytest.mark.slow] * (name != "cpu")) for name, run in WHOLE.items()]
@@ -134,15 +148,25 @@ def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
 
 @AS_IT_IS
 def test_what_a_fault_breaks_passes_without_it(runs: Any, run: Run) -> None:
-    broken = CPU_FAULTS if run.device == "cpu" else FAULTS.values()
-    assert runs.outcome(run).tests("passed") >= set(broken)
+    passed = runs.outcome(run).tests("passed")
+    planted = faulty_devices.FAULTS[run.device].values()
+    assert {test.partition("[")[0] for test in passed} >= {fault.test for fault in planted}
+    assert run.device == "cpu" or passed >= set(FAULTS.values())
 
 
-@pytest.mark.parametrize("run", [FAULTY_CPU], ids=["cpu"])
-@pytest.mark.parametrize("test", CPU_FAULTS)
-def test_a_fault_planted_in_the_cpu_device_is_caught(runs: Any, run: Run, test: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "fault", "test"),
+    [
+        pytest.param(planting(device, faults), name, fault.test, id=f"{device}-{name}", marks=marks)
+        for device, faults, marks in PLANTED
+        for name, fault in faults.items()
+    ],
+)
+def test_a_fault_planted_from_outside_is_caught(runs: Any, run: Run, fault: str, test: str) -> None:
     outcome = runs.outcome(run)
-    assert test in outcome.tests("failed"), outcome.output
+    assert outcome.returncode == 1, outcome.output
+    failed = [name.partition("[") for name in outcome.tests("failed")]
+    assert any(name == test and fault in ids.rstrip("]").split("-") for name, _, ids in failed), outcome.output
 
 
 @pytest.mark.slow
@@ -161,6 +185,22 @@ def test_a_planted_fault_is_caught(runs: Any, run: Run, test: str) -> None:
 
 def test_every_fault_of_simdev_has_a_test(simdev_sources: str) -> None:
     assert set(re.findall(r'has_fault\("(\w+)"\)', simdev_sources)) == set(FAULTS)
+
+
+SLOW_EXPORTER = (
+    "test_ipc::test_importing_twice_opens_once_and_closing_one_leaves_the_other",  # the other process has started
+    "test_ipc::test_a_parameter_stays_what_it_is",
+    "test_ipc::test_views_of_one_storage_are_one_export_and_keep_their_strides",
+    "test_ipc::test_two_tensors_of_one_block_of_memory_are_closed_and_revoked_each_by_itself",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [Run("simdev", SLOW_EXPORTER, ("-p", "slow_device"))], ids=["simdev"])
+def test_a_device_that_is_slow_and_right_passes(runs: Any, run: Run) -> None:
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 0, outcome.output
+    assert len(outcome.tests("passed")) == len(SLOW_EXPORTER)
 
 
 POOL = ("test_memory::test_pools_of_two_tags_are_apart",)

@@ -80,6 +80,7 @@ KERNELS = PORTABLE | TILED | {
     ),
 }  # fmt: skip
 QUICK_ARCH = 90
+QUICK_64 = "statistics of rows"
 CASES = [
     pytest.param(name, arch, marks=() if arch == QUICK_ARCH else pytest.mark.slow)
     for name in KERNELS
@@ -87,7 +88,7 @@ CASES = [
 ]
 
 
-def compiled(name: str, arch: int) -> Any:
+def compiled(name: str, target: GPUTarget) -> Any:
     case = KERNELS[name]
     tile = case.tile("cuda")
     types = arguments(case, tile)
@@ -102,7 +103,11 @@ def compiled(name: str, arch: int) -> Any:
     names = case.kernel.arg_names
     source = ASTSource(case.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
     taken = {option: tile[option] for option in OPTIONS if option in tile}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=taken)
+    return triton.compile(source, target=target, options=taken)
+
+
+def for_cuda(arch: int) -> GPUTarget:
+    return GPUTarget("cuda", arch, 32)
 
 
 def test_every_kernel_is_compiled() -> None:
@@ -123,11 +128,25 @@ def resources(cubin: bytes, tmp_path: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(("name", "arch"), CASES, ids=str)
 def test_a_kernel_compiles_without_spills(name: str, arch: int, tmp_path: Path) -> None:
-    kernel = compiled(name, arch)
+    kernel = compiled(name, for_cuda(arch))
     found = resources(kernel.asm["cubin"], tmp_path)
     print(f"{name}, sm_{arch}: {found['REG']} registers, {kernel.metadata.shared} bytes shared, {found['STACK']} stack")
     assert found["STACK"] == 0 and found["LOCAL"] == 0
     assert kernel.metadata.shared <= {80: 163, 90: 227, 100: 227}[arch] * 1024
+
+
+@pytest.mark.skipif("amd" not in triton.backends.backends, reason="this triton builds nothing for AMD")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK_64 else pytest.mark.slow) for name in PORTABLE]
+)
+def test_a_kernel_compiles_for_a_part_of_64_lanes_without_spills(name: str) -> None:
+    """No such part has run one: triton_target refuses them."""
+    kernel = compiled(name, GPUTarget("hip", "gfx942", 64))
+    found = dict(re.findall(r"\.(\w+): +(\d+)$", kernel.asm["amdgcn"], re.MULTILINE))
+    print(f"{name}, gfx942: {found['vgpr_count']} registers, {kernel.metadata.shared} bytes shared")
+    assert found["wavefront_size"] == "64"
+    assert found["vgpr_spill_count"] == found["sgpr_spill_count"] == found["private_segment_fixed_size"] == "0"
+    assert kernel.metadata.shared <= 64 * 1024
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,7 @@ def test_a_kernel_compiles_without_spills(name: str, arch: int, tmp_path: Path) 
     ],
 )
 def test_copies_move_16_bytes_at_a_time(name: str, loads: str, stores: str) -> None:
-    code = compiled(name, 90).asm["ptx"]
+    code = compiled(name, for_cuda(90)).asm["ptx"]
     wide = re.findall(r"(?:ld|st)\.global(?:\.\w+)*\.b\d+", code)
     assert loads in wide and stores in wide
     narrow = {found for found in wide if ".v" not in found}

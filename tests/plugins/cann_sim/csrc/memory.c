@@ -125,7 +125,7 @@ aclError aclrtGetMemInfo(int kind, size_t* free_bytes, size_t* total_bytes) {
 // ------------------------------------------------------------------------------------------------ of the host
 
 static aclError malloc_host(void** address, size_t bytes) {
-  void* start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (start == MAP_FAILED) {
     return kOutOfMemory;
   }

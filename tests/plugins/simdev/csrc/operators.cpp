@@ -11,6 +11,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -29,7 +30,8 @@ at::Tensor host_view(const at::Tensor& tensor) {
 namespace {
 
 void push(Stream& stream, std::function<void()> task) {
-  stream.push([task = std::move(task)] {
+  stream.push([task = std::move(task), is_inference = c10::InferenceMode::is_enabled()] {
+    c10::InferenceMode as_queued(is_inference);  // else what was made in it could not be written
     c10::impl::ExcludeDispatchKeyGuard no_autograd(c10::autograd_dispatch_keyset);
     task();
   });
