@@ -52,6 +52,8 @@ def test_each_of_several_tensors_counts(device: Device) -> None:
 
 @pytest.mark.covers("memory.stats")
 def test_freed_memory_that_the_allocator_keeps_is_not_allocated(device: Device) -> None:
+    if device.spec.is_host:
+        pytest.skip("the books of host memory are the process's, where what the C library keeps counts")
     before = allocated(device)
     tensor = filled(device, NUM_BYTES)
     del tensor
