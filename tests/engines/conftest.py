@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -19,8 +20,10 @@ import pytest
 import torch
 
 import rlcore
+from rlcore.engines.launchers import logs
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.logs import LogMerger
 from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
 from tests.warm import LIMIT_S
 
@@ -211,3 +214,14 @@ def torchrun(tmp_path: Path) -> Callable[..., None]:
         assert done.returncode == 0, done.stderr
 
     return run
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> io.StringIO:
+    """Stands for the user's stderr, a file unless the test says otherwise.
+
+    capfd does not: while it is read it loses what a thread writes, as the one that forwards what workers print.
+    """
+    out: io.StringIO = getattr(request, "param", io.StringIO)()
+    monkeypatch.setattr(logs, "_merger", LogMerger(lambda: out))  # which has heard nothing yet
+    return out

@@ -236,10 +236,8 @@ def test_a_refused_load_changes_nothing(engine: rlcore.TrainEngine, tmp_path: Pa
 
 
 @pytest.fixture
-def is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[str, float], bool]:
+def is_said(errors: io.StringIO, caplog: pytest.LogCaptureFixture) -> Callable[[str, float], bool]:
     """``is_said(text, within_s)``: whether the user reads it; what workers elsewhere say comes through a pipe."""
-    errors = io.StringIO()  # capfd loses what a thread writes while it is read
-    monkeypatch.setattr("sys.stderr", errors)
 
     def wait(text: str, within_s: float) -> bool:
         deadline = time.monotonic() + within_s
