@@ -21,11 +21,12 @@ from rlcore.chaos.checks import ViolationError, check_checkpoint, left_of, stray
 from rlcore.chaos.damages import DAMAGES
 from rlcore.chaos.driver import options_of, places_of
 from rlcore.chaos.engines import Engines
-from rlcore.chaos.faults import FAULTS, PAIRS, Strike, judge
+from rlcore.chaos.faults import FAULTS, PAIRS, judge
 from rlcore.chaos.model import policy
 from rlcore.chaos.plan import INCIDENTS_OF_A_ROUND, Plan, plan_of
 from rlcore.chaos.program import Told
 from rlcore.chaos.steps import STEPS
+from rlcore.chaos.strike import Strike
 from rlcore.cli import main as cli
 from rlcore.conformance.tiny_model import write_tiny_model
 from rlcore.engines.checkpoints.verify import verify
