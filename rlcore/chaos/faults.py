@@ -102,6 +102,7 @@ FAULTS: dict[str, Fault] = {
         steps="save save_in_background",
         errors=(CheckpointError,),
         must_fail=True,
+        names_rank=True,
         says="File too large",
     ),
     "slow_disk": Fault(strike=machine_faults.slow_disk, steps="save save_in_background"),
