@@ -91,7 +91,7 @@ FAULTS: dict[str, Fault] = {
         errors=(WorkerError,),
         must_fail=True,
         names_rank=True,
-        says="1073741824",
+        says="(?s)1073741824 bytes were asked for.*Held by rlcore here",
     ),
     "clock_jump": Fault(
         strike=machine_faults.clock_jump, steps="call train generate offload sync save save_in_background load"

@@ -51,7 +51,10 @@ def connections(strike: Strike) -> Iterator[None]:
     ports = sorted({port for worker in workers for port in _listening_ports(worker.process_id)})
     strike.words = f"{_NUM_CONNECTIONS} to each of {len(ports)} ports"
     limits = {worker.process_id: resource.prlimit(worker.process_id, resource.RLIMIT_NOFILE) for worker in workers}
-    for pid, (_, hard) in limits.items():  # workers raise theirs as far as they may
+    for pid, (soft, hard) in limits.items():
+        most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+        is_raised = soft == resource.RLIM_INFINITY or soft >= most
+        require(is_raised, f"worker {pid} may have {soft} descriptors, and could have {most}")
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_NUM_DESCRIPTORS, hard))
     strike.act()
     stranger = subprocess.Popen(
@@ -69,7 +72,7 @@ def connections(strike: Strike) -> Iterator[None]:
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
 
 
-_NUM_CONNECTIONS, _NUM_DESCRIPTORS = 1100, 1024
+_NUM_CONNECTIONS, _NUM_DESCRIPTORS, _MOST_DESCRIPTORS = 1100, 1024, 1 << 20
 _STRANGER = """
 import resource, socket, sys, time
 count, *ports = map(int, sys.argv[1:])
