@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,14 +36,20 @@ def folder(path: Path) -> Iterator[RuntimeFolder]:
         yield folder
 
 
-def sleeping(environment: dict[str, str], *, leads_a_session: bool = True) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "600"], env=os.environ | environment, start_new_session=leads_a_session)
+def waiting(environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that waits, with the environment already that /proc shows: amid execve it shows none."""
+    command = ["/bin/sh", "-c", "echo; read line"]
+    process = subprocess.Popen(
+        command, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+    )
+    assert process.stdout is not None and process.stdout.read(1) == b"\n"
+    return process
 
 
 @pytest.fixture
 def worker() -> Iterator[subprocess.Popen[bytes]]:
     """A process started as a worker of this process is, of which only the device and the engines are missing."""
-    with sleeping({FAMILY: f"{os.getpid()}-0a1b"}) as process:
+    with waiting({FAMILY: f"{os.getpid()}-0a1b"}, start_new_session=True) as process:
         yield process
         process.kill()
 
@@ -137,7 +144,7 @@ def test_a_record_of_another_user_is_not_believed(
 @pytest.mark.parametrize("fault", ["no worker", "of another parent", "started by a worker", "under another name"])
 def test_a_record_of_a_process_that_is_no_worker_ends_nothing(path: Path, folder: RuntimeFolder, fault: str) -> None:
     family = {"no worker": "", "of another parent": f"{os.getpid() + 1}-0a1b"}.get(fault, f"{os.getpid()}-0a1b")
-    with sleeping({FAMILY: family}, leads_a_session=fault != "started by a worker") as process:
+    with waiting({FAMILY: family}, start_new_session=fault != "started by a worker") as process:
         try:
             announce(folder, process.pid, "cpu:0", [])
             if fault == "under another name":
@@ -152,7 +159,7 @@ def test_a_record_of_a_process_that_is_no_worker_ends_nothing(path: Path, folder
 @as_root
 def test_a_process_of_another_user_is_not_ended(folder: RuntimeFolder) -> None:
     environment = {FAMILY: f"{os.getpid()}-0a1b"}
-    with subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True, user=ANOTHER_USER) as process:
+    with waiting(environment, start_new_session=True, user=ANOTHER_USER) as process:
         try:
             announce(folder, process.pid, "cpu:0", [])
             with pytest.raises(InvalidInputError, match="no worker process has the id"):

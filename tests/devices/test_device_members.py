@@ -87,6 +87,7 @@ def test_peak_remembers_what_was_freed_until_reset(without_garbage: Any) -> None
     before = device.memory.stats().peak_allocated_bytes
     filled(device)
     assert abs(device.memory.stats().peak_allocated_bytes - before - NUM_BYTES) < SLACK
+    device.memory.empty_cache()  # the C library keeps what it took from the heap, where there was room by chance
     device.memory.reset_peak()
     assert abs(device.memory.stats().peak_allocated_bytes - before) < SLACK
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
@@ -235,15 +236,16 @@ def test_a_refused_load_changes_nothing(engine: rlcore.TrainEngine, tmp_path: Pa
 
 
 @pytest.fixture
-def is_said(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Callable[[str, float], bool]:
+def is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[str, float], bool]:
     """``is_said(text, within_s)``: whether the user reads it; what workers elsewhere say comes through a pipe."""
+    errors = io.StringIO()  # capfd loses what a thread writes while it is read
+    monkeypatch.setattr("sys.stderr", errors)
 
     def wait(text: str, within_s: float) -> bool:
-        read, deadline = capfd.readouterr().err, time.monotonic() + within_s
-        while text not in read + caplog.text and time.monotonic() < deadline:
+        deadline = time.monotonic() + within_s
+        while not (found := text in errors.getvalue() + caplog.text) and time.monotonic() < deadline:
             time.sleep(0.02)
-            read += capfd.readouterr().err
-        return text in read + caplog.text
+        return found
 
     return wait
 

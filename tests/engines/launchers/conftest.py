@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import sys
 import threading
@@ -16,9 +17,11 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from rlcore.engines.launchers import logs
 from rlcore.engines.launchers import running as running_module
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.logs import LogMerger
 from rlcore.process.runtime_folder import RuntimeFolder
 from rlcore.process.status import maker_of_shared_memory
 
@@ -167,3 +170,14 @@ def holdings(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Holdings:
 
     monkeypatch.setattr(running_module, "announce", announced)
     return found
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> io.StringIO:
+    """Stands for the user's stderr, a file unless the test says otherwise.
+
+    capfd does not: while it is read it loses what a thread writes, as the one that forwards what workers print.
+    """
+    out: io.StringIO = getattr(request, "param", io.StringIO)()
+    monkeypatch.setattr(logs, "_merger", LogMerger(lambda: out))  # which has heard nothing yet
+    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import resource
 import sys
@@ -124,24 +125,19 @@ def test_the_groups_of_a_mesh_outlive_thousands_of_connections(join_group: Start
 
 
 def test_a_worker_warns_before_it_has_no_descriptor_left(
-    join_group: Start, wait_until: Any, capfd: pytest.CaptureFixture[str]
+    join_group: Start, wait_until: Any, errors: io.StringIO
 ) -> None:
-    is_root, said = os.geteuid() == 0, ""
-
-    def warned() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return "descriptors that this process may have are in use" in said
-
+    is_root = os.geteuid() == 0
     with join_group(Worker) as group:
         ((listener,),) = opened_by(group, "open_listener")
         (num_open,) = ask(group, "num_open")
         (limits,) = ask(group, "leave_descriptors", num_open + 300)
         try:
             with connected(listener, 200, user=ANOTHER_USER if is_root else os.getuid()):
-                wait_until(warned)
+                wait_until(lambda: "descriptors that this process may have are in use" in errors.getvalue())
         finally:
             ask(group, "restore", limits)
+    said = errors.getvalue()
     assert not is_root or f"(user id {ANOTHER_USER}) to this process's listener 127.0.0.1:{listener[1]}" in said
 
 

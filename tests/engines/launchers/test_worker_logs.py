@@ -46,14 +46,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def errors(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> io.StringIO:
-    """Stands for the user's stderr, a file unless the test says otherwise."""
-    out: io.StringIO = getattr(request, "param", io.StringIO)()
-    monkeypatch.setattr(logs, "_merger", LogMerger(lambda: out))  # which has heard nothing yet
-    return out
-
-
 def test_lines_carry_rank_and_device_and_the_same_of_many_ranks_comes_once(
     join_group: Any, errors: io.StringIO, wait_until: Any
 ) -> None:
