@@ -203,6 +203,15 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
     assert strays(folder) == [".manifest.json.abcdefgh", "data-0123456789ac/x", "data-0123456789ac"]
 
 
+@pytest.mark.parametrize("name", ["tmp/rlcore-export", "tmp/pymp-1", "runtime/store-1"])
+def test_whatever_a_program_leaves_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(driver, "_GONE_S", 0.0)
+    (tmp_path / name).mkdir(parents=True)
+    round_ = driver.ChaosRound(0, "rlcore chaos")
+    driver._Driven(plan(0), round_, tmp_path, lambda line: None)._check_left("after the end")
+    assert round_.violations == [f"after the end there are still: {name}"]
+
+
 # --------------------------------------------------------------------------------------------------- channel
 
 

@@ -102,6 +102,7 @@ def on_a_small_disk(folder: Path, size: str, program: str, *arguments: object) -
         ),
         ("export", "cannot write the model to {disk}/model: .*No space left on device"),
     ],
+    ids=["save", "background", "export"],
 )
 def test_wherever_a_disk_is_full_the_earlier_files_are_whole_and_nothing_is_left(
     qwen2_folder: Path, tmp_path: Path, what: str, told: str
