@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.errors import CheckpointError, MissingDependencyError, RlcoreError, UnsupportedError, one_line
+from rlcore.logit_form import LogitForm, measure_logit_form
 from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
@@ -147,6 +148,7 @@ class HuggingFaceTrainModule(TrainModule):
     base_model_prefix: str
     _source: Path
     _conversion: Conversion | None = None
+    _logit_form: LogitForm | None = None
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
@@ -157,6 +159,8 @@ class HuggingFaceTrainModule(TrainModule):
         with errors_named(path, f"{cls.__name__} cannot be made of"), without_foreign_meta(), meta_device():
             module = cls._from_config(config, **kwargs)  # type: ignore[attr-defined]
         module._source = Path(path)
+        if cls.output_head is HuggingFaceTrainModule.output_head and module.get_output_embeddings() is not None:
+            module._measured_form()  # the first to hear of another form is the user, before any worker starts
         return module
 
     def materialization_source(self) -> Path:
@@ -173,9 +177,14 @@ class HuggingFaceTrainModule(TrainModule):
         head = self.get_output_embeddings()  # type: ignore[operator]
         if adapted_layers(head):
             raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
-        config = self.config.get_text_config(decoder=True)  # the language part of a multimodal model
-        softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        return OutputHead(head.weight, head.bias, softcap, _logit_scale(config))
+        form = self._measured_form()
+        return OutputHead(head.weight, getattr(head, "bias", None), form.softcap, form.logit_scale)
+
+    def _measured_form(self) -> LogitForm:
+        if self._logit_form is None:
+            with without_foreign_meta():
+                self._logit_form = measure_logit_form(self, self._transformers_class().forward)
+        return self._logit_form
 
     def wrap_classes(self) -> Collection[str]:
         return tuple(self._no_split_modules or ())
@@ -259,14 +268,6 @@ def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
 def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
     """Return every attribute of the module that is a learning-rate scheduler."""
     return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
-
-
-def _logit_scale(config: Any) -> float:
-    """Return the factor of the logits, which each family of transformers models names in its own way."""
-    # Cohere has the first, Falcon-H1 the second. Granite divides by the third, and HyperCLOVA X multiplies by it.
-    factor: float = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
-    scaling: float = getattr(config, "logits_scaling", 1.0)
-    return factor * scaling if config.model_type.startswith("hyperclovax") else factor / scaling
 
 
 def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:

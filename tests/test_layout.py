@@ -46,6 +46,7 @@ BASE = {
     "errors",
     "file_lock",
     "held_memory",
+    "logit_form",
     "types",
     "hookspecs",
     "launch",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import rlcore
+from rlcore.errors import UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
 from tests.accuracy import assert_within_rounding
+from tests.base.output_heads import table
+from tests.conftest import ROOT
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,6 +39,15 @@ SCALED: dict[str, dict[str, Any]] = {
     "cohere2": {"logit_scale": 0.25},
     "gemma2": {"final_logit_softcapping": 0.5},
     "hyperclovax": {"logits_scaling": 4.0},  # by which it multiplies
+    "nanochat": {"final_logit_softcapping": 0.5},
+    "minicpm3": {  # which divides the hidden states by hidden_size / dim_model_base
+        "dim_model_base": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
     "falcon_h1": {"lm_head_multiplier": 0.25, "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_state": 4},
     "gemma4": {  # which may take images too
         "text_config": SMALL | {"final_logit_softcapping": 0.5, "global_head_dim": 8},
@@ -78,3 +92,88 @@ def test_it_gives_the_logits_of_the_model(model_type: str) -> None:
         magnitude=magnitude * head.logit_scale,
         what=model_type,
     )
+
+
+NORMED: dict[str, Any] = SMALL | {"is_decoder": True, "max_position_embeddings": 32}
+
+
+def bert_of(folder: Path) -> Any:
+    """A class with its folder, whose logits are of a dense layer, an activation and a norm of the hidden states."""
+    config = transformers.BertConfig(**NORMED)
+    transformers.BertLMHeadModel(config).save_pretrained(folder)
+    return type("Policy", (HuggingFaceTrainModule, transformers.BertLMHeadModel), {})
+
+
+def test_another_head_is_refused_when_the_module_is_made(tmp_path: Path) -> None:
+    refused = (
+        r"^the output head of Policy is not supported: its logits cannot be shown to be logit_scale \* softcap \* tanh"
+        r".* of its decoder's hidden states \(RuntimeError: .*\); override hidden_states\(\) and output_head\(\)"
+    )
+    policy = bert_of(tmp_path)
+    with rlcore.meta_device(), pytest.raises(UnsupportedError, match=refused):
+        policy.from_pretrained(tmp_path)
+
+
+class Normed(transformers.Qwen2ForCausalLM):  # type: ignore[misc,name-defined]
+    """Somebody's model, which makes its logits of normed hidden states."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        found = super().forward(input_ids, **options)
+        hidden = self.model(input_ids).last_hidden_state
+        found.logits = self.lm_head(hidden / hidden.norm(dim=-1, keepdim=True))
+        return found
+
+
+def test_logits_of_another_function_are_refused() -> None:
+    module = type("Policy", (HuggingFaceTrainModule, Normed), {})(transformers.Qwen2Config(**SMALL))
+    with pytest.raises(UnsupportedError, match=r"hidden states \(they are another function of them\); override"):
+        module.output_head()
+
+
+def test_a_module_with_a_head_of_its_own_is_not_asked(tmp_path: Path) -> None:
+    class Own(bert_of(tmp_path)):  # type: ignore[misc]
+        def output_head(self) -> rlcore.nn.OutputHead:
+            return rlcore.nn.OutputHead(self.bert.embeddings.word_embeddings.weight)
+
+    with rlcore.meta_device():
+        module = Own.from_pretrained(tmp_path)
+    assert module.output_head().weight.is_meta
+
+
+def test_measuring_leaves_the_module_as_it_is_and_asks_transformers_class() -> None:
+    class Derived(HuggingFaceTrainModule, transformers.Gemma2ForCausalLM):
+        def forward(self, *args: Any) -> None:
+            raise AssertionError("this is another program's")
+
+    config = transformers.AutoConfig.for_model("gemma2", **SMALL, final_logit_softcapping=0.5)
+    module = Derived(config)
+    before = [(name, id(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)]
+    head = module.output_head()
+    assert (head.softcap, head.logit_scale) == (0.5, 1.0)
+    assert head.weight is module.model.embed_tokens.weight, "tied, as before"
+    assert [(name, id(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)] == before
+    assert not [name for name, part in module.named_modules() if "forward" in vars(part)]
+
+
+def test_a_head_of_the_meta_device_is_that_of_the_weights() -> None:
+    for model_type in SCALED:
+        policy = policy_of(model_type)
+        on_meta = type(policy)(policy.config).to("meta")
+        found, expected = on_meta.output_head(), policy.output_head()
+        assert (found.softcap, found.logit_scale) == (expected.softcap, expected.logit_scale), model_type
+
+
+def test_a_model_without_an_output_head_is_refused() -> None:
+    class Bare(HuggingFaceTrainModule, transformers.Qwen2Model):
+        pass
+
+    with pytest.raises(UnsupportedError, match=r"\(get_output_embeddings\(\) gives no module with a weight\)"):
+        Bare(transformers.Qwen2Config(**SMALL)).output_head()
+
+
+@pytest.mark.slow
+def test_docs_have_the_heads_of_all_classes() -> None:
+    docs = (ROOT / "docs" / "engines.md").read_text()
+    if f"classes of transformers {transformers.__version__}," not in docs:
+        pytest.skip(f"docs/engines.md is of another transformers than {transformers.__version__}")
+    assert table() in docs
