@@ -1,8 +1,9 @@
-"""Atomic replacement of a file: after a kill or a full disk at any moment, the earlier content is still there."""
+"""Atomic replacement of files and folders: after a kill or a full disk at any moment, the earlier content is there."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import glob
 import os
@@ -10,6 +11,9 @@ import tempfile
 from pathlib import Path
 
 from rlcore.file_lock import let_go, take
+
+_CURRENT_FOLDER, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of renameat2(2)."""
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -34,6 +38,15 @@ def write_file(path: Path, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_to_disk(path.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two files or folders change places in one step; return False where that is not possible."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:  # a C library without it
+        return False
+    return not renameat2(_CURRENT_FOLDER, os.fsencode(one), _CURRENT_FOLDER, os.fsencode(other), _EXCHANGE)
 
 
 def _new_file(path: Path) -> tuple[int, str]:

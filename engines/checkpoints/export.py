@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import glob
 import math
-import os
-import shutil
-import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 from torch import Tensor
 
-from rlcore.atomic import sync_to_disk, write_file
+from rlcore.atomic import write_file
 from rlcore.engines.checkpoints.export_record import check_free, write_record
+from rlcore.engines.checkpoints.folder_swap import new_folder, put_in_place, remove_unfinished
 from rlcore.engines.checkpoints.tensor_file import Layout, Stamp, host_pieces, write_tensors
 from rlcore.errors import CheckpointError, InvalidInputError
-from rlcore.file_lock import let_go, take
 from rlcore.nn import TrainModule
 from rlcore.weights.view import whole
 
 _INDEX = "model.safetensors.index.json"
-_MARKER = "rlcore-export"
-"""A file in the folder of an export that goes on, which holds a lock on it."""
 
 
 def export(
@@ -64,9 +57,12 @@ def _export(
     try:
         target = _resolved(folder)
         _check_is_not_source(target, module)
-        _remove_unfinished(target)
+        remove_unfinished(target)
         check_free(target)
-        _replace_folder(target, lambda new: _write(module, new, shards, weights, stamp))
+        with new_folder(target) as new:
+            _write(module, new, shards, weights, stamp)
+            check_free(target)  # again: it took a while
+            put_in_place(new, target)
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
 
@@ -149,52 +145,3 @@ def _index(shards: Mapping[str, Mapping[str, Layout]]) -> bytes:
         "weight_map": {name: file for file, held in sorted(shards.items()) for name in held},
     }
     return msgspec.json.format(msgspec.json.encode(index, order="sorted")) + b"\n"
-
-
-def _replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Make ``folder`` what ``write`` writes; an earlier export there is replaced once the new one is whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_prefix(folder)) as temporary:
-        held = os.open(Path(temporary, _MARKER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-        try:
-            take(held)
-            new, old = Path(temporary, "new"), Path(temporary, "old")
-            new.mkdir()
-            write(new)
-            check_free(folder)  # again: it took a while
-            _swap(new, folder, old)
-        finally:
-            let_go(held)
-    sync_to_disk(folder.parent)
-
-
-def _prefix(folder: Path) -> str:
-    """Return the start of the names of folders in which exports to ``folder`` are written."""
-    return f".{folder.name}.rlcore-"
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed exports have left; put an earlier export back that one of them had taken away."""
-    for found in folder.parent.glob(f"{glob.escape(_prefix(folder))}*"):
-        with contextlib.suppress(OSError):  # not an export's, or of somebody else
-            held = os.open(found / _MARKER, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                if take(held):
-                    if not folder.exists() and (found / "old").exists():
-                        (found / "old").rename(folder)
-                    shutil.rmtree(found)
-            finally:
-                let_go(held)
-
-
-def _swap(new: Path, folder: Path, old: Path) -> None:
-    """Put ``new`` in the place of ``folder``, which moves to ``old``, or back if that fails."""
-    had_one = folder.exists()
-    if had_one:
-        folder.rename(old)
-    try:
-        new.rename(folder)
-    except OSError:
-        if had_one:
-            old.rename(folder)
-        raise

@@ -50,7 +50,7 @@ def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
             failure = checkpoint.damaged(folder, error)
         except Exception as error:  # of whatever kind: the others must not wait for this one
             failure = error
-        checks = _exchanged(_RankCheck(data, _text(failure)), device)
+        checks = _exchanged(_RankCheck(data, failure_text(failure)), device)
         if failure is not None:
             raise failure
         if errors := [check.error for check in checks if check.error]:
@@ -59,7 +59,8 @@ def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
             return result  # type: ignore[return-value]  # it has been set
 
 
-def _text(failure: Exception | None) -> str:
+def failure_text(failure: Exception | None) -> str:
+    """Return what one worker tells the others of its failure, "" for none."""
     if failure is None:
         return ""
     text = str(failure) or type(failure).__name__

@@ -11,12 +11,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from rlcore.collectives.default_group import rank_and_size
+from rlcore.collectives.default_group import all_gather_bytes, rank_and_size
 from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Save
+from rlcore.engines.checkpoints.loading import failure_text
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.engines.checkpoints.saved_tensor import parts_of
 from rlcore.engines.checkpoints.snapshot import Snapshot
@@ -128,8 +130,17 @@ class Saver:
         save.discard()
         has_previous = bool(committed(save.folder))
         kept = f"the previous checkpoint in {save.folder} is intact" if has_previous else "nothing of it is left"
-        cause = "another worker failed" if failure is None else failure
-        raise CheckpointError(f"cannot write the checkpoint {save.folder}: {cause}; {kept}") from failure
+        raise CheckpointError(f"cannot write the checkpoint {save.folder}: {self._cause(failure)}; {kept}") from failure
+
+    def _cause(self, failure: Exception | None) -> str:
+        """Return the failure of the first rank that has one: the same text on all workers, whoever is asked."""
+        if not dist.is_initialized():
+            return failure_text(failure)
+        own = msgspec.json.encode(failure_text(failure))
+        texts = [msgspec.json.decode(sent, type=str) for sent in all_gather_bytes(own, self._device.torch_device)]
+        failed = [rank for rank, text in enumerate(texts) if text]
+        others = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
+        return f"rank {failed[0]}: {texts[failed[0]]}{others}"
 
     def _any(self, flag: bool) -> bool:
         """Return True if ``flag`` is True on any worker."""

@@ -18,6 +18,8 @@ from rlcore.held_memory import held
 _UNITS = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 _ASKED = re.compile(rf"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ({'|'.join(_UNITS)})\b")
 """The words of torch for the host's memory, of torch for a device's, and of numpy."""
+_REFUSED = re.compile(r"error: out of memory\b|_STATUS_ALLOC_FAILED\b|Error \[\w+\]: out of memory\b")
+"""The words of a device's driver as torch hands them on, of the libraries on top of it, and of Triton: no numbers."""
 
 
 def want_of_memory(error: BaseException, device: Device | None) -> str:
@@ -45,14 +47,17 @@ def _is_failed_allocation(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_ASKED.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_ASKED.search(str(error)) or _REFUSED.search(str(error)))
 
 
 def _asked(error: BaseException) -> str:
     found = _ASKED.search(str(error))
     if found is None:
         return "Memory was asked for, and the error does not say how much."
-    return f"{round(float(found[1]) * 1024 ** _UNITS[found[2]])} bytes were asked for."
+    if found[2] == "bytes":
+        return f"{found[1]} bytes were asked for."
+    about = round(float(found[1]) * 1024 ** _UNITS[found[2]])  # the library has rounded it
+    return f"About {about} bytes were asked for ({found[1]} {found[2]})."
 
 
 def _facts(device: Device | None) -> Iterator[str]:

@@ -228,7 +228,7 @@ class _Driven:
 
     def _check_left(self, when: str) -> None:
         deadline = time.monotonic() + _GONE_S
-        while left := [name for name in left_of(self._scratch, self._makers) if not name.startswith("tmp/rlcore")]:
+        while left := left_of(self._scratch, self._makers):
             if time.monotonic() > deadline:
                 self._fail(f"{when} there are still: {', '.join(left)}")
                 return

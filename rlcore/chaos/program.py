@@ -20,10 +20,11 @@ import msgspec
 import rlcore
 from rlcore.chaos.checks import ViolationError, check_checkpoint, left_of, require, strays
 from rlcore.chaos.engines import PATIENT_S, Engines
-from rlcore.chaos.faults import FAULTS, Strike, judge
+from rlcore.chaos.faults import FAULTS, judge
 from rlcore.chaos.model import policy
 from rlcore.chaos.plan import Incident, Plan
 from rlcore.chaos.steps import STEPS
+from rlcore.chaos.strike import Strike
 from rlcore.conformance.tiny_model import write_tiny_model
 from rlcore.errors import CheckpointError, RlcoreError, one_line
 from rlcore.process.framing import read_message, take_standard_output, write_message

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from rlcore.chaos.driver import options_of, places_of
+from rlcore.chaos.plan import plan_of
 
 COMMAND = [sys.executable, "-m", "rlcore", "chaos", "--device", "cpu"]
 
@@ -38,8 +42,13 @@ def test_an_interrupt_ends_with_the_summary() -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(1800)
-def test_vllm_takes_part() -> None:
-    command = [*COMMAND, "--rounds", "4", "--fault", "kill", "--fault", "none", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
-    assert ", vllm on" in done.stderr
-    assert done.returncode == 0, done.stderr
+def test_promises_are_kept_with_vllm_as_sampler() -> None:
+    options = options_of("cpu", ["kill", "none"])
+    assert "vllm" in options.executors
+    places = places_of(options.device)
+    plans = (plan_of(seed, options.pairs(), places, "cpu", options.executors) for seed in itertools.count())
+    for plan in itertools.islice((plan for plan in plans if plan.layout.executor == "vllm"), 2):
+        command = options.command(plan.seed).split()[2:]
+        done = subprocess.run([*COMMAND, *command], capture_output=True, text=True, timeout=850, check=False)
+        assert f"seed {plan.seed}: " in done.stdout and ", vllm on" in done.stdout
+        assert done.returncode == 0, done.stdout

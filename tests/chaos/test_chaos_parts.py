@@ -21,11 +21,12 @@ from rlcore.chaos.checks import ViolationError, check_checkpoint, left_of, stray
 from rlcore.chaos.damages import DAMAGES
 from rlcore.chaos.driver import options_of, places_of
 from rlcore.chaos.engines import Engines
-from rlcore.chaos.faults import FAULTS, PAIRS, Strike, judge
+from rlcore.chaos.faults import FAULTS, PAIRS, judge
 from rlcore.chaos.model import policy
 from rlcore.chaos.plan import INCIDENTS_OF_A_ROUND, Plan, plan_of
 from rlcore.chaos.program import Told
 from rlcore.chaos.steps import STEPS
+from rlcore.chaos.strike import Strike
 from rlcore.cli import main as cli
 from rlcore.conformance.tiny_model import write_tiny_model
 from rlcore.engines.checkpoints.verify import verify
@@ -130,7 +131,7 @@ def test_an_error_that_keeps_the_promises_is_accepted() -> None:
             "no_memory",
             WorkerError(rank=1, device="cpu:1", method="run", error="MemoryError", traceback=""),
             1.0,
-            "does not say '1073741824'",
+            r"does not say '.*1073741824 bytes were asked for.*Held by rlcore here'",
         ),
     ],
 )
@@ -200,6 +201,15 @@ def test_what_is_left_is_found(tmp_path: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     assert strays(folder) == [".manifest.json.abcdefgh", "data-0123456789ac/x", "data-0123456789ac"]
+
+
+@pytest.mark.parametrize("name", ["tmp/rlcore-export", "tmp/pymp-1", "runtime/store-1"])
+def test_whatever_a_program_leaves_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(driver, "_GONE_S", 0.0)
+    (tmp_path / name).mkdir(parents=True)
+    round_ = driver.ChaosRound(0, "rlcore chaos")
+    driver._Driven(plan(0), round_, tmp_path, lambda line: None)._check_left("after the end")
+    assert round_.violations == [f"after the end there are still: {name}"]
 
 
 # --------------------------------------------------------------------------------------------------- channel

@@ -1,9 +1,16 @@
-"""Defects that rlcore had once are put back, and ``rlcore chaos`` must find each of them."""
+"""Defects that rlcore had once are put back, and ``rlcore chaos`` must find each of them.
+
+The numbers are those of the list in which they were reported.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import re
+import resource
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +20,7 @@ import cloudpickle
 import msgspec
 import pytest
 
+from rlcore import atomic
 from rlcore.chaos import program
 from rlcore.chaos.channel import run_rounds
 from rlcore.chaos.checks import ViolationError
@@ -20,14 +28,17 @@ from rlcore.chaos.engines import Engines
 from rlcore.chaos.plan import EngineLayout, Incident
 from rlcore.conformance.tiny_model import write_tiny_model
 from rlcore.engines.checkpointing import CheckpointedEngine
+from rlcore.engines.checkpoints import checkpoint
+from rlcore.engines.checkpoints.pending_save import PendingSave
 from rlcore.engines.checkpoints.tensor_file import TensorFile
 from rlcore.engines.engine import Engine
 from rlcore.engines.fsdp2.executor import Fsdp2Executor
 from rlcore.engines.inference import InferenceEngine
-from rlcore.engines.launchers import group, worker_process
+from rlcore.engines.launchers import failures, group, worker_process
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.weight_sync import api
 from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.errors import StateError
 from rlcore.process import runtime_folder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
@@ -106,12 +117,52 @@ def close_waits_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointedEngine, "close", close)
 
 
+def a_death_is_an_earlier_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def workers_ended(self: PendingSave, error: Exception) -> None:
+        raise StateError("end_save() is refused: the workers were ended after an earlier failure") from error
+
+    monkeypatch.setattr(PendingSave, "_workers_ended", workers_ended)
+
+
+def listeners_take_strangers(module: Any) -> None:
+    """As before there was a filter."""
+    detach_filter = 27
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, detach_filter, 0)
+
+
+def limits_are_not_raised(module: Any) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+
+
+def manifests_of_killed_saves_stay(module: Any) -> None:
+    checkpoint.remove_unfinished_manifests = lambda folder: None  # type: ignore[assignment]
+    atomic.remove_unfinished = lambda path: None  # type: ignore[assignment]
+    real = checkpoint.write_manifest
+
+    def write(folder: Path, text: bytes) -> None:
+        (folder / ".manifest.json.rlcore-x1_abcde").write_bytes(text)  # a save that was killed before this one
+        real(folder, text)
+
+    checkpoint.write_manifest = write  # type: ignore[assignment]
+
+
+def allocations_fail_without_facts(module: Any) -> None:
+    failures.want_of_memory = lambda *_: ""  # type: ignore[assignment]
+
+
 def stores_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerGroup, "_remove_store", lambda self: self._abandoned.detach())
 
 
 def any_runtime_folder_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime_folder, "_why_not_trusted", lambda *_: "", raising=False)
+
+
+def links_of_others_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_folder, "_FOLDER", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def every_end_is_a_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +188,7 @@ def messages_are_decoded_to_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Planted(NamedTuple):
+    item: int
     defect: Callable[[Any], None]
     step: str
     fault: str
@@ -147,19 +199,27 @@ class Planted(NamedTuple):
 
 
 PLANTED = [
-    Planted(damage_is_not_looked_for, "load", "zeroed_data", "0", "damage was not found|as if nothing had", True),
-    Planted(load_changes_before_it_checks, "load", "lost_file", "0", "has changed weights or optimizer", True),
-    Planted(the_first_rank_is_blamed, "train", "stop", "4", "blames another"),
-    Planted(a_mixture_is_served, "sync", "kill", "228", "neither its old weights nor the new ones"),
-    Planted(close_waits_for_a_save, "close", "stop", "1", "close took"),
-    Planted(stores_stay, "close", "none", "0", r"after close\(\) there are still: .*store-"),
-    Planted(any_runtime_folder_is_trusted, "build", "open_folder", "0", "went on as if nothing had happened"),
-    Planted(every_end_is_a_strangers, "call", "closed_descriptors", "0", "which is not so"),
+    Planted(1, damage_is_not_looked_for, "load", "zeroed_data", "0", "damage was not found|as if nothing had", True),
+    Planted(2, load_changes_before_it_checks, "load", "lost_file", "0", "has changed weights or optimizer", True),
+    Planted(3, the_first_rank_is_blamed, "train", "stop", "4", "blames another"),
+    Planted(4, listeners_take_strangers, "train", "connections", "0", "no error was promised, and WorkerDied", True),
+    Planted(4, limits_are_not_raised, "train", "connections", "0", "may have 1024 descriptors, and could have", True),
+    Planted(5, a_mixture_is_served, "sync", "kill", "228", "neither its old weights nor the new ones"),
+    Planted(6, a_death_is_an_earlier_failure, "save_in_background", "kill", "0", "the error (blames another|does not)"),
+    Planted(6, close_waits_for_a_save, "close", "stop", "1", "close took"),
+    Planted(8, stores_stay, "close", "none", "0", r"after close\(\) there are still: .*store-"),
+    Planted(
+        8, manifests_of_killed_saves_stay, "save", "none", "0", r"files of no checkpoint: \.manifest\.json\.", True
+    ),
+    Planted(9, any_runtime_folder_is_trusted, "build", "open_folder", "0", "went on as if nothing had happened"),
+    Planted(9, links_of_others_are_followed, "build", "foreign_link", "0", "went on as if nothing had happened"),
+    Planted(10, every_end_is_a_strangers, "call", "closed_descriptors", "0", "which is not so"),
+    Planted(10, allocations_fail_without_facts, "call", "no_memory", "0", "the error does not say .*Held by", True),
 ]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.defect.__name__)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: f"{planted.item}-{planted.defect.__name__}")
 def test_a_defect_is_found_when_it_is_put_back(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, planted: Planted
 ) -> None:
@@ -174,12 +234,65 @@ def test_a_defect_is_found_when_it_is_put_back(
     assert re.search(planted.told, found["violation"]), f"{found}"
 
 
+SOCKETS_STAY = """
+from rlcore.process.runtime_folder import RuntimeFolder
+remove = RuntimeFolder.remove
+RuntimeFolder.remove = lambda self, name: None if name.startswith("ipc-") else remove(self, name)
+"""
+ANY_RECORD_IS_BELIEVED = """
+import sys
+if "ps" in sys.orig_argv:
+    from rlcore.engines.launchers import running
+    running._is_own_worker = lambda process: True
+"""
+RECORDS_ARE_PRINTED_AS_THEY_ARE = """
+import sys
+if "ps" in sys.orig_argv and "--kill" not in sys.orig_argv:
+    from rlcore.cli import console
+    from rlcore.engines.launchers import running
+    running._is_own_worker = lambda process: True
+    console.printable = lambda text: text
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("code", "met", "told"),
+    [
+        (SOCKETS_STAY, ("close", "none"), r"after close\(\) there are still: .*ipc-\d+-\d+\.sock"),
+        (
+            ANY_RECORD_IS_BELIEVED,
+            ("list_processes", "planted_record"),
+            "ended a process that is no worker",
+        ),
+        (RECORDS_ARE_PRINTED_AS_THEY_ARE, ("list_processes", "planted_record"), "prints escapes"),
+    ],
+    ids=["8-sockets_stay", "9-any_record_is_believed", "9-records_are_printed_as_they_are"],
+)
+def test_a_defect_of_every_process_is_found(
+    engines: Engines, tmp_path: Path, code: str, met: tuple[str, str], told: str
+) -> None:
+    """Of the guards of workers too, and of ``rlcore ps``: Python runs ``sitecustomize`` at every start."""
+    (tmp_path / "sitecustomize.py").write_text(code)
+    engines.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        engines.build()
+        engines.check_whole()  # its sync opens sockets
+        found = program.run(engines, Incident(*met, "0"))
+        engines.close()
+    for left in (engines.scratch / "runtime").iterdir():
+        left.unlink()
+    assert re.search(told, found["violation"]), f"{found}"
+
+
 @pytest.mark.parametrize(
     ("defect", "kind", "told"),
     [
         (commits_are_not_checked, "early_commit", "says that it is whole, and holds values of the versions"),
         (messages_are_decoded_to_any_depth, "nested_message", r"receive\(\) raised (RecursionError|ValidationError)"),
     ],
+    ids=["5-commits_are_not_checked", "7-messages_are_decoded_to_any_depth"],
 )
 def test_a_defect_of_the_channel_is_found(
     monkeypatch: pytest.MonkeyPatch, defect: Callable[[Any], None], kind: str, told: str

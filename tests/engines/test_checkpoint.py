@@ -34,6 +34,7 @@ from rlcore.engines.offload import host_arena as arena_module
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, WorkerDiedError
 from rlcore.ops import ppo_clip
+from tests.engines.kills import killed_at
 from tests.engines.train_policy import adamw_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
@@ -68,25 +69,6 @@ def saved_step(folder: Path) -> int:
     assert set(found.tensors["weights"]["w"].read().tolist()) == {step}
     assert [int(found.tensors["rng"][f"rank-{rank}-x"].read()) for rank in (0, 1)] == [step, step]
     return step
-
-
-def killed_at(number: int, work: Callable[[], None]) -> bool:
-    """Run ``work`` in a fork that is killed before its ``number``-th touch of the file system; False if it lived."""
-    child = os.fork()
-    if child == 0:
-        left = [number]
-
-        def count(event: str, _: Any) -> None:
-            if event == "open" or event.startswith(("os.", "shutil.")):
-                left[0] -= 1
-                if not left[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(count)
-        work()
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
 
 
 def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
@@ -236,9 +218,10 @@ def test_a_copy_is_given_up_where_another_worker_has_no_room_for_its_own(
     small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Saver, "_any", lambda *_: True)
+    monkeypatch.setattr(Saver, "_cause", lambda *_: "rank 1: it has no room")
     device = rlcore.get_device("cpu")
     captured = Captured({"weights": {"w": torch.randn(3000)}}, {})
-    with pytest.raises(CheckpointError, match="another worker failed; nothing of it is left"):
+    with pytest.raises(CheckpointError, match="rank 1: it has no room; nothing of it is left"):
         Saver(device).save(tmp_path, captured, blocking=False)
     assert arena_of(device).free_bytes == arena_of(device).total_bytes > 0
 

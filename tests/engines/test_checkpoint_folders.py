@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.engines.checkpoints import checkpoint
+from rlcore.engines.checkpoints import checkpoint, folder_swap
 from rlcore.engines.checkpoints import export as export_module
 from rlcore.engines.checkpoints.checkpoint import Save
 from rlcore.engines.checkpoints.saved_tensor import parts_of
@@ -224,6 +224,7 @@ def test_what_a_killed_export_left_goes_with_the_next(
         if moment == "as it takes the earlier one away":
             patch.undo()
             rename = Path.rename
+            patch.setattr(folder_swap, "exchange", lambda *_: False)
             patch.setattr(Path, "rename", lambda self, to: die() if self.name == "new" else rename(self, to))
         module = engine.executors[0].workers[0].worker.module  # a fork may not use the engine
         child = os.fork()

@@ -71,13 +71,37 @@ def test_an_engine_says_what_its_parts_hold(engine: rlcore.TrainEngine) -> None:
     [
         (MemoryError(), r"^Memory was asked for, and the error does not say how much\. This process has \d+"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "does not say how much"),
-        (MemoryError("Unable to allocate 1.50 GiB for an array with shape"), f"^{3 << 29} bytes were asked"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"), f"^{20 << 20} bytes"),
-        (RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60 GiB"), f"^{2 << 30} bytes were"),
+        (MemoryError("Unable to allocate 1.50 GiB for an array with shape"), rf"^About {3 << 29} bytes were asked"),
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.67 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+                "1.12 GiB is free. Of the allocated memory 137.01 GiB is allocated by PyTorch"
+            ),
+            r"^About 2866890670 bytes were asked for \(2\.67 GiB\)\. This process has",
+        ),
+        (RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60 GiB"), rf"^About {2 << 30} bytes were"),
+        (
+            torch.AcceleratorError(
+                "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com for more "
+                "information.\nCUDA kernel errors might be asynchronously reported at some other API call",
+            ),
+            r"^Memory was asked for, and the error does not say how much\. This process has \d+",
+        ),
+        (RuntimeError("HIP error: out of memory"), "does not say how much"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "does not say how",
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "does not say how much"),
         (RuntimeError("shapes cannot be multiplied"), "^$"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "^$"),
+        (RuntimeError("Expected all tensors to be on the same device; the notes say: out of memory"), "^$"),
         (OSError(errno.ENOENT, "No such file"), "^$"),
     ],
-    ids=["no words", "system", "numpy", "cuda", "npu", "another error", "another error of the system"],
+    ids=[
+        *("no words", "system", "numpy", "cuda", "npu", "cuda's driver", "hip's driver", "cublas", "triton"),
+        *("another error", "another error of a device", "a user's words", "another error of the system"),
+    ],
 )
 def test_the_words_of_each_library_are_read(error: BaseException, text: str) -> None:
     assert re.search(text, want_of_memory(error, rlcore.get_device("cpu")))
@@ -90,7 +114,7 @@ def test_a_device_says_what_its_allocator_has() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 45, device="cuda", dtype=torch.uint8)
     text = want_of_memory(caught.value, device)
-    assert text.startswith(f"{1 << 45} bytes were asked for.")
+    assert text.startswith(f"About {1 << 45} bytes were asked for (32768.00 GiB).")
     found = re.search(r"allocator has (\d+) bytes of it in tensors and (\d+) cached", text)
     assert found and int(found[1]) >= kept.nbytes
     assert re.search(rf"{device.name} has \d+ bytes free of \d+\.", text)
