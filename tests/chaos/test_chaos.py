@@ -35,7 +35,7 @@ def test_an_interrupt_ends_with_the_summary() -> None:
         assert process.stdout.readline().startswith("seed 0: trainer on cpu:0")
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[0]
-    assert "0 rounds, 0 incidents" in said and "promises that were not kept: none" in said
+    assert "1 round(s), 0 incident(s)" in said and "promises that were not kept: none" in said
     assert process.returncode == 130
 
 
