@@ -176,7 +176,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     def output_head(self) -> OutputHead:
         head = self.get_output_embeddings()  # type: ignore[operator]
-        if adapted_layers(head):
+        if head is not None and adapted_layers(head):
             raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
         form = self._measured_form()
         return OutputHead(head.weight, getattr(head, "bias", None), form.softcap, form.logit_scale)

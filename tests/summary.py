@@ -20,10 +20,11 @@ ELSEWHERE = {
     "tests/conformance/test_conformance.py": tuple(
         f"rlcore.conformance.{name}"
         for name in (
-            *("accuracy", "collective_tasks", "ipc_tasks", "launch_tasks", "memory_tasks"),
+            *("accuracy", "bits", "collective_tasks", "ipc_tasks", "launch_tasks", "memory_tasks"),
             *("peer", "plugin", "promise", "under_test", "work"),
             *("test_arguments", "test_capabilities", "test_collectives", "test_host_memory", "test_identity"),
-            *("test_ipc", "test_launch", "test_memory", "test_profiler", "test_streams", "test_training"),
+            *("test_indices", "test_ipc", "test_launch", "test_memory", "test_profiler", "test_streams"),
+            *("test_training", "test_values"),
         )
     ),
     "tests/conformance/test_executor_conformance.py": tuple(

@@ -27,7 +27,6 @@ def other(device: Device) -> Iterator[Device]:
 def test_streams_are_of_the_device_that_was_asked(device: Device, other: Device) -> None:
     before, others = device.streams.current(), other.streams.current()
     stream = other.streams.new()
-    assert (before.device, others.device, stream.device) == (device.torch_device, *[other.torch_device] * 2)
     with other.streams.use(stream):
         if device.capabilities()["streams.use"].support == "native":
             assert other.streams.current() == stream != others

@@ -164,6 +164,8 @@ def test_a_head_of_the_meta_device_is_that_of_the_weights() -> None:
 
 
 def test_a_model_without_an_output_head_is_refused() -> None:
+    pytest.importorskip("peft")  # which has its layers looked for
+
     class Bare(HuggingFaceTrainModule, transformers.Qwen2Model):
         pass
 
