@@ -78,8 +78,8 @@ def _summary(found: list[ChaosRound]) -> str:
     faults = Counter(incident.fault for incident in incidents)
     broken = [round_ for round_ in found if round_.violations]
     lines = [
-        f"{len(found)} round(s), {len(incidents)} incident(s), {sum(bool(one.outcome) for one in incidents)} of them with "
-        f"an error: {', '.join(f'{name} {number}' for name, number in sorted(faults.items())) or 'none'}",
+        f"{len(found)} round(s), {len(incidents)} incident(s), {sum(bool(one.outcome) for one in incidents)} of them "
+        f"with an error: {', '.join(f'{name} {number}' for name, number in sorted(faults.items())) or 'none'}",
         f"promises that were not kept: {sum(len(round_.violations) for round_ in broken) or 'none'}",
         *(f"  {round_.repeat}: {round_.violations[0].partition(chr(10))[0]}" for round_ in broken),
     ]
