@@ -27,7 +27,7 @@ from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.target import Target, Weights, meta_copy
-from rlcore.errors import RlcoreError
+from rlcore.errors import RlcoreError, SyncError
 from rlcore.registry import get_device
 
 TRAINER = "trainer"
@@ -341,3 +341,16 @@ def test_versions_are_read_from_all_elements() -> None:
     assert model.versions() == {2.0}
     model.state.data[7] = 0.0
     assert model.versions() != {2.0}
+
+
+def test_a_round_that_has_begun_once_does_not_begin_again() -> None:
+    state = RoundState()
+    state.begin(1, TRAINER, is_staged=False, is_prepared=True)
+    for _ in ("within it", "after its end"):
+        step = state.step
+        with pytest.raises(SyncError, match=r"begin\(\) of weight sync 1 came again: it has begun before"):
+            state.begin(1, TRAINER, is_staged=True, is_prepared=False)
+        assert (state.step, state.is_staged) == (step, False)
+        state.end()
+    state.begin(2, TRAINER, is_staged=False, is_prepared=False)
+    assert (state.step, state.round_id) == (RoundStep.BEGUN, 2)
