@@ -154,6 +154,7 @@ class HuggingFaceTrainModule(TrainModule):
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
         """Make the model as in transformers; under ``rlcore.meta_device()`` only its config is read."""
         if not parameters_land_on_meta():
+            cls._take_over_conversions()
             return super().from_pretrained(path, **kwargs)  # type: ignore[misc]
         config = kwargs.pop("config", None) or _read_config(cls, path)
         with errors_named(path, f"{cls.__name__} cannot be made of"), without_foreign_meta(), meta_device():
@@ -234,8 +235,29 @@ class HuggingFaceTrainModule(TrainModule):
         models = (base for base in cls.__mro__ if hasattr(base, "_from_config"))
         return next(base for base in models if not issubclass(base, TrainModule))
 
+    @classmethod
+    def _take_over_conversions(cls) -> None:
+        """Let transformers' loader convert what it converts for its own class; it finds conversions by a class's name.
+
+        Without them a derived class would start with random weights where a file has other names.
+        """
+        from transformers.conversion_mapping import (
+            get_checkpoint_conversion_mapping,
+            register_checkpoint_conversion_mapping,
+        )
+
+        own = cls._transformers_class()
+        if own.__module__.partition(".")[0] != "transformers":  # somebody's model, with names of its own
+            return
+        found = get_checkpoint_conversion_mapping(own.__name__)
+        if found is None:
+            found = get_checkpoint_conversion_mapping(own.config_class.model_type)
+        if found is not None:
+            register_checkpoint_conversion_mapping(cls.__name__, found, overwrite=True)
+
     def converted_weights(self, dtype: torch.dtype) -> Mapping[str, Tensor]:
         # transformers' own loader knows every checkpoint's renamed and fused tensors.
+        self._take_over_conversions()
         with errors_named(self._source):
             loaded, report = super().from_pretrained(  # type: ignore[misc]
                 self._source, config=self.config, dtype=dtype, local_files_only=True, output_loading_info=True

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sized
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,18 +79,13 @@ def _plain(round_: ChaosRound) -> dict[str, object]:
     return asdict(round_) | {"incidents": [msgspec.to_builtins(incident) for incident in round_.incidents]}
 
 
-def _number(found: Sized, noun: str) -> str:
-    return f"{len(found)} {noun}{'s' * (len(found) != 1)}"
-
-
 def _summary(found: list[ChaosRound]) -> str:
     incidents = [incident for round_ in found for incident in round_.incidents]
     faults = Counter(incident.fault for incident in incidents)
     broken = [round_ for round_ in found if round_.violations]
-    num_errors = sum(bool(one.outcome) for one in incidents)
     lines = [
-        f"{_number(found, 'round')}, {_number(incidents, 'incident')}, {num_errors} of them with an error: "
-        f"{', '.join(f'{name} {number}' for name, number in sorted(faults.items())) or 'none'}",
+        f"{len(found)} round(s), {len(incidents)} incident(s), {sum(bool(one.outcome) for one in incidents)} of them with "
+        f"an error: {', '.join(f'{name} {number}' for name, number in sorted(faults.items())) or 'none'}",
         f"promises that were not kept: {sum(len(round_.violations) for round_ in broken) or 'none'}",
         *(f"  {round_.repeat}: {round_.violations[0].partition(chr(10))[0]}" for round_ in broken),
     ]

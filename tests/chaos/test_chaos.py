@@ -40,7 +40,7 @@ def test_an_interrupt_ends_with_the_summary_and_leaves_nothing(tmp_path: Path, n
         assert process.stdout.readline().startswith("seed 0: trainer on cpu:0")
         process.send_signal(number)
         said = process.communicate(timeout=120)[0]
-    assert said.startswith("1 round, 0 incidents") and "promises that were not kept: none" in said
+    assert said.startswith("1 round(s), 0 incident(s)") and "promises that were not kept: none" in said
     assert process.returncode == 130
     assert list(tmp_path.glob("rlcore-chaos-*")) == []
 

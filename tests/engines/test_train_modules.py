@@ -261,6 +261,7 @@ def assert_trains_as_plainly(
 ) -> None:
     """Two steps of ``module(is_plain).look(*rows)`` on one worker and on two."""
     truth = Truth(lambda: module(True))
+    assert_same_weights(truth.reference.weights(), file)
     for _ in range(2):
         truth.both(lambda plain: plain.module.look(*rows))
     for workers in (1, 2):
@@ -319,6 +320,12 @@ def looking(folder: Path, is_plain: bool) -> Any:
 
     with nullcontext() if is_plain else rlcore.meta_device():
         return Looking.from_pretrained(folder)
+
+
+def test_a_module_with_weights_reads_a_file_of_other_names(llava_folder: Path) -> None:
+    """transformers alone knows no names for a class of a user, and would begin with random weights."""
+    file = load_file(llava_folder / "model.safetensors")
+    assert_same_weights(dict(looking(llava_folder, True).named_weights()), file)
 
 
 @pytest.mark.slow
