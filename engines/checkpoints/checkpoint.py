@@ -28,6 +28,7 @@ from rlcore.engines.checkpoints.damage import DamageError
 from rlcore.engines.checkpoints.data_folder import (
     hold_data_folder,
     is_first_to_commit,
+    is_needed,
     remove_data_folder,
     remove_others,
 )
@@ -132,7 +133,7 @@ class Save:
 
     def discard(self) -> None:
         """Remove what all workers have written, after one of them failed."""
-        if committed(self.folder) != self.data.name:
+        if not is_needed(self.data):
             remove_data_folder(self.data)
 
     def _file(self, group: str, rank: int) -> Path:

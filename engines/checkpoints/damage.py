@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlcore.atomic import is_special
 from rlcore.nn import safetensors_library
 
 
@@ -22,6 +23,8 @@ class DamageError(Exception):
 def damage_of(path: Path) -> Iterator[None]:
     """Raise what readers say of damaged files as DamageError; a file that is not there stays a FileNotFoundError."""
     try:
+        if is_special(path):  # who opens a pipe waits for a writer
+            raise OSError("it is a device or a pipe")
         yield
     except FileNotFoundError:
         raise

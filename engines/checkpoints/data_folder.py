@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlcore.engines.checkpoints.manifest import committed
+from rlcore.engines.checkpoints.damage import DamageError
+from rlcore.engines.checkpoints.manifest import read_manifest
+from rlcore.errors import CheckpointError
 from rlcore.file_lock import let_go, share, take
 
 _MARKER = "rlcore-save"
@@ -44,6 +46,16 @@ def is_first_to_commit(data: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def is_needed(data: Path) -> bool:
+    """Return True if the manifest names the folder. One that cannot be read may name any that was to be committed."""
+    try:
+        return read_manifest(data.parent).data == data.name
+    except FileNotFoundError:
+        return False
+    except (DamageError, CheckpointError):  # damaged, of a newer rlcore, or not to be had just now
+        return (data / _COMMITTED_BY).exists()
 
 
 def remove_data_folder(data: Path, *, is_known: bool = False) -> None:
@@ -81,7 +93,7 @@ def remove_others(data: Path, known: str = "", *, is_committed: bool) -> None:
                     continue
                 is_alone = True if marker is None else take(marker)
                 is_free = is_alone is not False if is_committed else is_alone
-                if is_free and committed(data.parent) != found.name:
+                if is_free and not is_needed(found):
                     remove_data_folder(found, is_known=found.name == known)
 
 

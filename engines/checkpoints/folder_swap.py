@@ -79,10 +79,20 @@ def _new_temporary(folder: Path) -> tuple[Path, int]:
         temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_prefix(folder)))
         marker = temporary / _MARKER
         with contextlib.suppress(FileNotFoundError):  # another process took it for what a killed one has left
-            held = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+            held = _marked(marker)
             if take(held) is not False and marker.exists():
                 return temporary, held
             os.close(held)
+
+
+def _marked(marker: Path) -> int:
+    """Make the marker; return its descriptor. Where there is no room for it, its folder goes too."""
+    try:
+        return os.open(marker, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    except OSError:
+        with contextlib.suppress(OSError):
+            marker.parent.rmdir()
+        raise
 
 
 def _remove(temporary: Path) -> None:

@@ -71,6 +71,8 @@ def verify(folder: Path) -> VerifyReport:
 
 
 def _report(folder: Path) -> VerifyReport:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; give the one that save() or export() wrote")
     try:
         if _exists(folder / manifest.NAME):
             return _of_checkpoint(folder, manifest.read_manifest(folder))

@@ -55,7 +55,7 @@ def read_record(folder: RuntimeFolder, name: str) -> RunningProcess | None:
     """Return what a record says; None if it is not this user's, not whole, or stands under another process's name."""
     try:
         process = msgspec.json.decode(folder.read(name) or b"", type=RunningProcess)
-    except msgspec.DecodeError:  # being written, or just removed
+    except (ValueError, RecursionError):  # msgspec's are ValueErrors: it is being written, or just removed
         return None
     return process if name == record_name(process.pid) else None
 

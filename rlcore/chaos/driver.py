@@ -28,6 +28,8 @@ _START_S = 600.0
 _GONE_S = 30.0
 _GUARDS_S = 10.0
 _LAST_LINES = 40
+ENDS_A_RUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, the end of a batch job, and the loss of the terminal."""
 Show = Callable[[str], None]
 
 
@@ -117,16 +119,34 @@ def _run(plan: Plan, round_: ChaosRound, show: Show) -> ChaosRound:
     started = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="rlcore-chaos-"))
     layout = plan.layout
-    show(f"seed {plan.seed}: trainer on {', '.join(layout.trainers)}, {layout.executor} on {layout.sampler}")
     try:
+        show(f"seed {plan.seed}: trainer on {', '.join(layout.trainers)}, {layout.executor} on {layout.sampler}")
         for folder in ("runtime", "tmp"):
             (scratch / folder).mkdir(mode=0o700)
         _Driven(plan, round_, scratch, show).run()
     finally:
-        _end_processes(scratch)
-        shutil.rmtree(scratch, ignore_errors=True)
+        with _undisturbed():
+            _end_processes(scratch)
+            shutil.rmtree(scratch, ignore_errors=True)
     round_.seconds = time.monotonic() - started
     return round_
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let the block end although signals come that end a run. They raise KeyboardInterrupt after it."""
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in ENDS_A_RUN}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _end_processes(scratch: Path) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from rlcore.cli.console import AsJson, DeviceName, print_json
-from rlcore.errors import InvalidInputError
+from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def chaos(
     """Meet training programs with faults at random moments, and check after each that every promise was kept.
 
     Exit code 0 when all were kept, 1 when one was not, which is shown with the command that repeats it, 2 for a wrong
-    option. Ctrl-C and SIGTERM end the run with its summary.
+    option, 130 when it was interrupted. Ctrl-C, SIGTERM and SIGHUP end the run with its summary.
     """
     import_torch()
-    from rlcore.chaos.driver import options_of
+    from rlcore.chaos.driver import ENDS_A_RUN, options_of
     from rlcore.chaos.driver import rounds as run_rounds
 
     if minutes is not None and not 0 < minutes < float("inf"):
@@ -48,11 +48,16 @@ def chaos(
         options = options_of(device, fault or ())
     except InvalidInputError as error:
         raise typer.BadParameter(str(error), param_hint="--fault") from error
+    except DeviceError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
     deadline = time.monotonic() + 60 * (minutes or (10.0 if rounds is None else float("inf")))
     stream = sys.stderr if as_json else sys.stdout
     found: list[ChaosRound] = []
     is_interrupted = False
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as batch systems end a program
+    before = {number: signal.getsignal(number) for number in ENDS_A_RUN}
+    for number in ENDS_A_RUN:
+        if before[number] is not signal.SIG_IGN:  # as nohup starts a program
+            signal.signal(number, signal.default_int_handler)
     show = lambda line: print(line, file=stream, flush=True)  # noqa: E731
     with contextlib.closing(run_rounds(options, seed, show, found)) as running:
         try:
@@ -61,7 +66,8 @@ def chaos(
         except KeyboardInterrupt:
             is_interrupted = True
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     if as_json:
         print_json({"device": options.device, "rounds": [_plain(round_) for round_ in found]})
     else:

@@ -128,7 +128,7 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
     On a terminal only the last column is folded. A terminal that is too narrow for that gets each row as a block of
     its cells. A pipe gets one line a row, for grep and awk.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
+    header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     if not sys.stdout.isatty():
         _print_lines([header, *rows])
         return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,14 +31,18 @@ def test_promises_are_kept_at_random_moments(pytestconfig: pytest.Config) -> Non
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_with_the_summary() -> None:
-    with subprocess.Popen([*COMMAND, "--fault", "none"], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_an_interrupt_ends_with_the_summary_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [*COMMAND, "--fault", "none"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("seed 0: trainer on cpu:0")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said = process.communicate(timeout=120)[0]
-    assert "1 round(s), 0 incident(s)" in said and "promises that were not kept: none" in said
+    assert said.startswith("1 round(s), 0 incident(s)") and "promises that were not kept: none" in said
     assert process.returncode == 130
+    assert list(tmp_path.glob("rlcore-chaos-*")) == []
 
 
 @pytest.mark.slow

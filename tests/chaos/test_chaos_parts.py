@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +62,7 @@ def test_a_machine_with_one_device_has_both_engines_on_it() -> None:
     ("arguments", "told"),
     [
         (["--fault", "kil"], "there is no fault 'kil'; did you mean 'kill'?"),
+        (["--device", "quantum"], "--device: no device 'quantum'; registered: cpu, cuda, npu"),
         (["--minutes", "0"], "--minutes: it must be a number above 0, got 0"),
         (["--minutes", "nan"], "--minutes: it must be a number above 0, got nan"),
     ],
@@ -79,6 +82,21 @@ def test_an_interrupted_round_is_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
     found = CliRunner().invoke(cli.app, ["chaos", "--device", "cpu", "--rounds", "3"])
     assert found.exit_code == 1
     assert "a mixture" in found.output
+
+
+def test_a_round_that_is_interrupted_again_and_again_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("run", "_end_processes"):
+        monkeypatch.setattr(driver._Driven if name == "run" else driver, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(driver.rounds(options_of("cpu", []), 0, lambda line: None, []))
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_round_is_repeated_by_its_seed_and_faults() -> None:

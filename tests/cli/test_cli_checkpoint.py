@@ -73,4 +73,4 @@ def test_verify_as_json_is_all_there_is_on_stdout(folder: Path) -> None:
 def test_verify_refuses_what_is_no_checkpoint(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["checkpoint", "verify", str(tmp_path / "absent")])
     assert isinstance(result.exception, CheckpointError)
-    assert "is neither a checkpoint (no manifest.json) nor an export" in str(result.exception)
+    assert "is no folder; give the one that save() or export() wrote" in str(result.exception)

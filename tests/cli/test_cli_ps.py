@@ -91,3 +91,24 @@ def test_a_runtime_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.getuid", lambda: os.geteuid() + 1)
     with pytest.raises(StateError, match=f"{tmp_path} belongs to another user; set RLCORE_RUNTIME"):
         running_processes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[" * 200_000,
+        b'{"x":' * 200_000,
+        b"\xff",
+        b'{"pid":7,"started":1,"parent":1,"device":"\xff","engines":[]}',
+    ],
+    ids=["empty", "deep lists", "deep objects", "no JSON", "no UTF-8"],
+)
+def test_a_record_that_is_none_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: bytes) -> None:
+    from rlcore.engines.launchers.running import running_processes
+    from rlcore.engines.launchers.runtime_files import record_name
+
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
+    (tmp_path / record_name(7)).write_bytes(data)
+    assert running_processes() == []

@@ -92,7 +92,7 @@ def test_the_command_of_a_finding_is_one_line_that_can_be_pasted(
 @pytest.mark.parametrize("columns", [20, 80])
 def test_a_cell_gives_the_terminal_no_command(terminal: Callable[[int], Terminal], columns: int) -> None:
     screen = terminal(columns)
-    print_table(["pid", "device"], [["7", "\x1b[2J\x1b]0;owned\x07\r\u202ecpu"]])
+    print_table(["pid", "\x1b[2J\x07"], [["7", "\x1b[2J\x1b]0;owned\x07\r\u202ecpu"]])
     cli._print_findings([["leftovers", "WARN", "one", "rm '\x1b[2J'"]])
     assert screen.getvalue().replace("\n", "").isprintable()
     assert r"\x1b[2J" in screen.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import sys
@@ -148,6 +149,12 @@ def use_another_folder(folder: Path) -> None:
     edit(folder, data=f"../{name}")
 
 
+def use_a_pipe(file: Path) -> None:
+    """Who opens it waits for a writer for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "zeros": (zero_data, r"weights-1\.safetensors: the data of w differ from their digest"),
     "another rank's": (
@@ -169,6 +176,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a folder": (
         lambda folder: (file_of(folder, "rng-1").unlink(), (next(folder.glob("data-*")) / "rng-1.safetensors").mkdir()),
         r"rng-1\.safetensors: .*Is a directory",
+    ),
+    "a pipe": (lambda folder: use_a_pipe(file_of(folder, "rng-1")), r"rng-1\.safetensors: it is a device or a pipe"),
+    "a pipe for a manifest": (
+        lambda folder: use_a_pipe(folder / "manifest.json"),
+        r"manifest\.json: it is a device or a pipe",
     ),
     "elsewhere": (
         use_another_folder,
@@ -545,6 +557,9 @@ def test_verify_finds_damage_in_an_export(engine: rlcore.TrainEngine, tmp_path: 
 
 
 def test_verify_says_what_the_folder_is_not(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=r"is neither a checkpoint \(no manifest.json\) nor an export"):
+    with pytest.raises(CheckpointError, match=r"is neither a checkpoint \(no manifest.json\) nor an export"):
+        verify.verify(tmp_path)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "absent", tmp_path / "file"):
+        with pytest.raises(CheckpointError, match=rf"{folder} is no folder; give the one that save\(\) or export\(\)"):
             verify.verify(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,6 +142,44 @@ def test_what_killed_saves_left_goes_before_anything_is_written(
     monkeypatch.setattr(checkpoint, "write_parts", write_parts)
     with pytest.raises(OSError, match="the disk is full"):
         save(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"rlcore.checkpoint/4"', '"rlcore.checkpoint/5"'), ('"step": 1', '"step": 7')],
+    ids=["of a newer rlcore", "damaged"],
+)
+def test_the_data_of_a_manifest_that_cannot_be_read_stay_until_the_save_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    save(tmp_path, 1)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(old, new))
+    before = contents(tmp_path)
+
+    def write_parts(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_parts", write_parts)
+        with pytest.raises(OSError, match="the disk is full"):
+            save(tmp_path, 2)
+    Save(tmp_path, Stamp(f"{2:012x}"), rank=0, size=1, groups=["weights"], state={}).discard()
+    assert contents(tmp_path) == before
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"data-{3:012x}", "manifest.json"]
+
+
+def test_a_save_that_cannot_tell_whether_it_is_the_last_keeps_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = Save(tmp_path, Stamp(f"{1:012x}"), rank=0, size=1, groups=["weights"], state={"step": 1})
+    with share.held():
+        share.write({"weights": parts_of({"w": torch.ones(10)})})
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+            share.discard()
+    assert checkpoint.read(tmp_path).state == {"step": 1}
 
 
 def test_what_another_program_still_writes_is_not_taken_for_left_behind(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -67,3 +68,14 @@ def test_a_new_folder_that_another_process_takes_for_left_behind_is_made_again(
         (new / "a").write_text("whole")
         put_in_place(new, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["model"] and (folder / "a").read_text() == "whole"
+
+
+def test_a_disk_without_room_for_the_marker_gets_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Any, *_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(OSError, match="No space left on device"), new_folder(tmp_path / "model"):
+            pass
+    assert list(tmp_path.iterdir()) == []

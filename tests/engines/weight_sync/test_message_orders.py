@@ -27,7 +27,7 @@ from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.target import Target, Weights, meta_copy
-from rlcore.errors import RlcoreError
+from rlcore.errors import RlcoreError, SyncError
 from rlcore.registry import get_device
 
 TRAINER = "trainer"
@@ -341,3 +341,51 @@ def test_versions_are_read_from_all_elements() -> None:
     assert model.versions() == {2.0}
     model.state.data[7] = 0.0
     assert model.versions() != {2.0}
+
+
+def test_a_round_that_has_begun_once_does_not_begin_again() -> None:
+    state = RoundState()
+    state.begin(1, TRAINER, is_staged=False, is_prepared=True)
+    for _ in ("within it", "after its end"):
+        step = state.step
+        with pytest.raises(SyncError, match=r"begin\(\) of weight sync 1 came again: it has begun before"):
+            state.begin(1, TRAINER, is_staged=True, is_prepared=False)
+        assert (state.step, state.is_staged) == (step, False)
+        state.end()
+    state.begin(2, TRAINER, is_staged=False, is_prepared=False)
+    assert (state.step, state.round_id) == (RoundStep.BEGUN, 2)
+
+
+def committed_state() -> RoundState:
+    """Return the state after a whole round of the trainer."""
+    state = RoundState()
+    state.begin(1, TRAINER, is_staged=False, is_prepared=True)
+    state.moves("data", writes_weights=True)
+    state.complete()
+    state.commit()
+    return state
+
+
+def test_weights_are_a_trainers_own_until_they_come_from_elsewhere_or_a_plan_is_made() -> None:
+    state = committed_state()
+    state.begin(2, TRAINER, is_staged=False, is_prepared=True)
+    state.check_commit(has_moved=False)
+    state.prepare()
+    with pytest.raises(SyncError, match=r"does not have them: its round is under way, and it holds what this trainer"):
+        state.check_commit(has_moved=False)
+    state.reloaded()
+    state.begin(3, TRAINER, is_staged=False, is_prepared=True)
+    with pytest.raises(SyncError, match=r"does not have them: its round is under way, and it holds weights from else"):
+        state.check_commit(has_moved=False)
+
+
+def test_nothing_is_written_outside_a_round_or_when_all_has_come() -> None:
+    state = committed_state()
+    with pytest.raises(SyncError, match=r"^data came out of order: this receiver's round has not begun"):
+        state.moves("data", writes_weights=True)
+    state.begin(2, TRAINER, is_staged=False, is_prepared=True)
+    state.complete()
+    for late in (lambda: state.moves("data", writes_weights=True), state.complete):
+        with pytest.raises(SyncError, match=r"came out of order: this receiver's round is complete, and waits for its"):
+            late()
+    assert state.is_whole
