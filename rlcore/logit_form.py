@@ -1,10 +1,11 @@
 """How a transformers model makes logits of hidden states: measured on its own code, not read from its config.
 
 Each family names its factor and its softcap in its own way, and some have them without a name. So the model's own
-``forward`` runs without its decoder: known hidden states come in the decoder's place, and a head of a few rows in the
-place of the whole one. It needs no weights, so a module on the meta device will do, and takes a tenth of a second.
+``forward`` runs without its decoder: known hidden states come in the decoder's place, and a head of few columns in the
+place of the whole one. It has all the rows, because some models cut logits off, or mask them. All other weights are on
+the meta device: a model that reads them is refused, whatever their values, and a module without weights will do.
 
-Letters: T tokens, H hidden size, R rows of the head.
+Letters: T tokens, H a hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from rlcore._torch_private import fake_tensors
 from rlcore.errors import UnsupportedError, one_line
 
 _TINY, _HUGE = 2.0**-40, 2.0**60
 """Logits that no softcap bends, and that every softcap holds back. Powers of two: no factor is rounded."""
 _ROUNDING = 2.0**-20
 """The error allowed, of the sum of absolute products: models may compute in float32, which rounds by 2**-24."""
-_TOKENS, _ROWS = 8, 4
+_TOKENS, _HIDDEN_SIZE = 8, 8
 
 
 class LogitForm(NamedTuple):
@@ -39,7 +41,7 @@ class LogitForm(NamedTuple):
 
 
 def measure_logit_form(model: Any, forward: Callable[..., Any]) -> LogitForm:
-    """Return how ``forward`` makes logits of what the model's decoder returns.
+    """Return how, in evaluation mode, ``forward`` makes logits of what the model's decoder returns.
 
     Args:
         model: of transformers; on any device, and sharded by nobody yet.
@@ -52,12 +54,12 @@ def measure_logit_form(model: Any, forward: Callable[..., Any]) -> LogitForm:
     if not isinstance(getattr(head, "weight", None), Tensor):
         raise _unsupported(model, "get_output_embeddings() gives no module with a weight")
     problem = ""
-    # Where the code around the decoder needs values that the meta device lacks, the whole base model is answered for.
-    for decoder in (model.get_decoder(), model.base_model):
-        head_alone = _HeadAlone(model, forward, decoder, head)
+    for replaced in _replaceable(model):
+        head_alone = _HeadAlone(model, forward, replaced, head)
         try:
-            form = head_alone.measured_form()
-            is_proven = head_alone.agrees_with(form)
+            with _in_evaluation(model):
+                form = head_alone.measured_form()
+                is_proven = head_alone.agrees_with(form)
         except Exception as error:  # of any kind: it is the model's code, amid what it does not expect
             problem = problem or one_line(error)
             continue
@@ -65,6 +67,43 @@ def measure_logit_form(model: Any, forward: Callable[..., Any]) -> LogitForm:
             return form
         raise _unsupported(model, "they are another function of them")
     raise _unsupported(model, problem)
+
+
+def _replaceable(model: Any) -> Iterator[nn.Module]:
+    """Yield the modules that known hidden states may stand for.
+
+    Where the code around the decoder needs values that the meta device lacks, the whole base model is answered for, if
+    it returns the decoder's hidden states untouched: those are what a loss is given.
+    """
+    decoder = model.get_decoder()
+    yield decoder
+    try:
+        with _in_evaluation(model):
+            is_base_alike = _returns_untouched(model, decoder)
+    except Exception:  # of any kind, as above: then nothing is known of it
+        return
+    if is_base_alike:
+        yield model.base_model
+
+
+@torch.no_grad()
+def _returns_untouched(model: Any, decoder: nn.Module) -> bool:
+    """Return True if the base model gives the hidden states of the decoder, the very same tensor."""
+    inputs = model.get_input_embeddings()
+    with fake_tensors():  # of no values, with shapes and a device: more code bears it than bears the meta device
+        states = torch.empty(1, _TOKENS, inputs.weight.shape[1], device="cpu")
+        ids_1T = torch.zeros(1, _TOKENS, dtype=torch.int64, device="cpu")
+
+        def embed(input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
+            return torch.empty(*input_ids.shape, inputs.weight.shape[1], device="cpu")
+
+        def decode(*args: Any, **options: Any) -> _DecoderOutput:
+            return _DecoderOutput(last_hidden_state=states)
+
+        tensors = _without_values(model.base_model, "cpu")
+        with _answering(inputs, embed), _answering(decoder, decode):
+            output = functional_call(model.base_model, tensors, (ids_1T,), tie_weights=False)
+    return output.last_hidden_state is states
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +117,10 @@ class _HeadAlone:
 
     def measured_form(self) -> LogitForm:
         """Return the form that the logits of a tiny and a huge product have."""
-        weight_RH, bias_R = _zeros(_ROWS, self._hidden_size), _zeros(_ROWS)
-        weight_RH[0, 0] = 1.0
+        weight_VH, bias_V = _zeros(self._vocab_size, _HIDDEN_SIZE), _zeros(self._vocab_size)
+        weight_VH[0, 0] = 1.0
         tiny, huge = (
-            self._logits(weight_RH[:1] * product, weight_RH, bias_R)[0, 0].item() for product in (_TINY, _HUGE)
+            self._logits(weight_VH[:1] * product, weight_VH, bias_V)[0, 0].item() for product in (_TINY, _HUGE)
         )
         logit_scale = tiny / _TINY
         is_bent = 0 < abs(huge) < abs(logit_scale * _HUGE) / 2
@@ -91,14 +130,17 @@ class _HeadAlone:
         """Return True if the logits of random hidden states, weights and bias are those of the form."""
         random = torch.Generator("cpu").manual_seed(0)
         # Larger and larger: a softcap is reached, and a norm on the way would show.
-        hidden_TH = torch.logspace(-2, 1, _TOKENS, device="cpu")[:, None] * _normal(random, _TOKENS, self._hidden_size)
-        weight_RH, bias_R = _normal(random, _ROWS, self._hidden_size), _normal(random, _ROWS)
+        hidden_TH = torch.logspace(-2, 1, _TOKENS, device="cpu")[:, None] * _normal(random, _TOKENS, _HIDDEN_SIZE)
+        weight_VH, bias_V = _normal(random, self._vocab_size, _HIDDEN_SIZE), _normal(random, self._vocab_size)
         if not self._has_bias:
-            bias_R.zero_()
-        error = self._logits(hidden_TH, weight_RH, bias_R) - form(hidden_TH @ weight_RH.T + bias_R)
-        magnitude = hidden_TH.abs() @ weight_RH.abs().T + bias_R.abs()
+            bias_V.zero_()
+        logits_TV = self._logits(hidden_TH, weight_VH, bias_V)
+        if logits_TV.shape != (_TOKENS, self._vocab_size):
+            return False
+        magnitude = hidden_TH.abs() @ weight_VH.abs().T + bias_V.abs()
         if form.softcap is not None:
             magnitude.clamp_(max=abs(form.softcap))
+        error = logits_TV - form(hidden_TH @ weight_VH.T + bias_V)
         return bool((error.abs() <= _ROUNDING * abs(form.logit_scale) * magnitude).all())
 
     @property
@@ -106,13 +148,13 @@ class _HeadAlone:
         return getattr(self.head, "bias", None) is not None
 
     @property
-    def _hidden_size(self) -> int:
+    def _vocab_size(self) -> int:
         weight: Any = self.head.weight
-        return int(weight.shape[1])
+        return int(weight.shape[0])
 
     @torch.no_grad()
-    def _logits(self, hidden_TH: Tensor, weight_RH: Tensor, bias_R: Tensor) -> Tensor:
-        """Return the logits [T, R]."""
+    def _logits(self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor) -> Tensor:
+        """Return the logits [T, V]."""
         inputs = self.model.get_input_embeddings()
 
         def embed(input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -122,15 +164,22 @@ class _HeadAlone:
             return _DecoderOutput(last_hidden_state=hidden_TH[None])
 
         name = next(name for name, module in self.model.named_modules() if module is self.head)
-        head = {f"model.{name}.weight": weight_RH}
+        tensors = _without_values(self.model, "meta") | {f"{name}.weight": weight_VH}
         if self._has_bias:
-            head[f"model.{name}.bias"] = bias_R
+            tensors[f"{name}.bias"] = bias_V
+        tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
         ids_1T = torch.zeros(1, len(hidden_TH), dtype=torch.int64, device="cpu")
         with _answering(inputs, embed), _answering(self.decoder, decode):
             # Untied: the embedding keeps the weight that it may share with the head.
-            output = functional_call(_Forward(self.model, self.forward), head, (ids_1T,), tie_weights=False)
-        logits_1TR: Tensor = output.logits
-        return logits_1TR[0].double()
+            output = functional_call(_Forward(self.model, self.forward), tensors, (ids_1T,), tie_weights=False)
+        logits_1TV: Tensor = output.logits
+        return logits_1TV[0].double()
+
+
+def _without_values(model: nn.Module, device: str) -> dict[str, Tensor]:
+    """Return tensors like the model's parameters and buffers, by name."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in named}
 
 
 def _zeros(*shape: int) -> Tensor:
@@ -175,6 +224,19 @@ def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
         del module.forward
         if own is not None:
             module.forward = own
+
+
+@contextlib.contextmanager
+def _in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Inside, no dropout draws random numbers; each module has its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _unsupported(model: Any, reason: str) -> UnsupportedError:

@@ -130,6 +130,112 @@ def test_logits_of_another_function_are_refused() -> None:
         module.output_head()
 
 
+class Learnt(transformers.Qwen2ForCausalLM):  # type: ignore[misc,name-defined]
+    """Somebody's model, whose scale is trained."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        found = super().forward(input_ids, **options)
+        found.logits = found.logits * self.scale
+        return found
+
+
+def test_a_scale_that_is_trained_is_refused_whatever_it_is_now() -> None:
+    module = type("Policy", (HuggingFaceTrainModule, Learnt), {})(transformers.Qwen2Config(**SMALL))
+    with pytest.raises(UnsupportedError, match=r"\(RuntimeError: .*meta.*\); override"):
+        module.output_head()
+
+
+class Shorter(transformers.Qwen2ForCausalLM):  # type: ignore[misc,name-defined]
+    """Somebody's model, whose head has rows that fill it up, as that of Inkling has."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        found = super().forward(input_ids, **options)
+        found.logits = found.logits[..., :38]
+        return found
+
+
+class Masking(transformers.Qwen2ForCausalLM):  # type: ignore[misc,name-defined]
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        found = super().forward(input_ids, **options)
+        found.logits[..., 38:] = -1e9
+        return found
+
+
+@pytest.mark.parametrize("base", [Shorter, Masking])
+def test_rows_of_the_head_that_the_model_drops_are_refused(base: Any) -> None:
+    module = type("Policy", (HuggingFaceTrainModule, base), {})(transformers.Qwen2Config(**SMALL))
+    with pytest.raises(UnsupportedError, match=r"hidden states \(they are another function of them\); override"):
+        module.output_head()
+
+
+class Around(transformers.Qwen2PreTrainedModel):  # type: ignore[misc,name-defined]
+    """A base model around a decoder, which needs the values of a weight."""
+
+    factor = 7.0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.language = transformers.Qwen2Model(config)
+        self.image = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        output = self.language(inputs_embeds=self.language.embed_tokens(input_ids) + self.image)
+        if self.factor != 1:
+            output.last_hidden_state = output.last_hidden_state * self.factor
+        return output
+
+
+class AroundLM(transformers.Qwen2PreTrainedModel):  # type: ignore[misc,name-defined]
+    base_model_prefix = "model"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = Around(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.post_init()
+
+    def get_decoder(self) -> Any:
+        return self.model.language
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.language.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = self.dropout(self.model(input_ids).last_hidden_state)
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(hidden))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_base_model_that_changes_the_decoders_states_never_stands_for_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = type("Policy", (HuggingFaceTrainModule, AroundLM), {})
+    with pytest.raises(UnsupportedError, match=r"\(RuntimeError: .*meta.*\); override"):
+        policy(transformers.Qwen2Config(**SMALL)).to(device).output_head()
+    monkeypatch.setattr(Around, "factor", 1.0)
+    assert policy(transformers.Qwen2Config(**SMALL)).to(device).output_head()[2:] == (None, 1.0)
+
+
+def test_dropout_neither_refuses_a_model_nor_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Around, "factor", 1.0)
+    module = type("Policy", (HuggingFaceTrainModule, AroundLM), {})(transformers.Qwen2Config(**SMALL))
+    module.model.eval()
+    modes = [part.training for part in module.modules()]
+    before = torch.get_rng_state()
+    assert module.output_head().logit_scale == 1.0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [part.training for part in module.modules()] == modes
+    assert len(set(modes)) == 2
+
+
 def test_a_module_with_a_head_of_its_own_is_not_asked(tmp_path: Path) -> None:
     class Own(bert_of(tmp_path)):  # type: ignore[misc]
         def output_head(self) -> rlcore.nn.OutputHead:
