@@ -80,14 +80,14 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
     return decorate
 
 
-def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'nearest'?" for an error about an unknown name, or "" where no known name is like it.
 
-    Args:
-        cutoff: the least likeness, in [0, 1]; 0 takes the nearest whatever it is.
+    A name is like another that it begins, too: "stop" is like "stop_token_ids".
     """
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    names = list(known)
+    like = difflib.get_close_matches(name, names, n=1) or [one for one in names if name and one.startswith(name)]
+    return f"; did you mean {like[0]!r}?" if like else ""
 
 
 def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:

@@ -91,8 +91,8 @@ class SamplingParams:
         names = [field.name for field in fields(cls)]
         for key in value:
             if key not in names:
-                hint = did_you_mean(str(key), names, cutoff=0.0)
-                raise InvalidInputError(f"unknown sampling parameter {key!r}{hint} accepted: {', '.join(names)}")
+                hint = did_you_mean(str(key), names)
+                raise InvalidInputError(f"unknown sampling parameter {key!r}{hint or ';'} accepted: {', '.join(names)}")
         return cls(**value)
 
     def _require(self, name: str, holds: bool, accepted: str) -> None:

@@ -173,7 +173,7 @@ CALLS = [
     ("infer.generate('')", "prompt 0 is empty; give at least one token"),
     ("infer.generate([[10**9]])", "prompt 0 holds token id 1000000000; the model's token ids are 0 to 20"),
     ("infer.generate([[1.5]])", "prompt 0 must be a text or a list of token ids, got [1.5]"),
-    ("infer.generate('1', {'colour': 1})", "unknown sampling parameter 'colour'; did you mean 'ignore_eos'? accepted"),
+    ("infer.generate('1', {'colour': 1})", "unknown sampling parameter 'colour'; accepted: n, temperature"),
     ("infer.generate('1', {'temperature': -1})", "SamplingParams.temperature must be 0 (greedy) or at least 0.01, got"),
     ("infer.generate('1', {'max_tokens': 10**9})", "prompt 0 has 1 tokens and max_tokens is 1000000000, together 1000"),
     ("infer.generate('1', [{}, {}])", "got 2 sampling parameters for 1 prompts; give one or one each"),

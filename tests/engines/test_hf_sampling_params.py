@@ -34,6 +34,7 @@ def test_a_mapping_none_and_an_instance_are_accepted() -> None:
         ("temprature", "temperature"),
         ("topk", "top_k"),
         ("stop_ids", "stop_token_ids"),
+        ("stop", "stop_token_ids"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_field(key: str, nearest: str) -> None:
