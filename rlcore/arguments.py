@@ -83,10 +83,11 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'nearest'?" for an error about an unknown name, or "" where no known name is like it.
 
-    A name is like another that it begins, too: "stop" is like "stop_token_ids".
+    A name that it begins comes first: "stop" means "stop_token_ids", and not "top_p".
     """
     names = list(known)
-    like = difflib.get_close_matches(name, names, n=1) or [one for one in names if name and one.startswith(name)]
+    begun = [one for one in names if name and one.startswith(name)]
+    like = begun or difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {like[0]!r}?" if like else ""
 
 
