@@ -53,9 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts."""
+    """A shell's background job ignores Ctrl-C, and nohup's SIGHUP; every process that a test starts would do so too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(
+            signal.SIGHUP, lambda *_: None
+        )  # unlike an ignored signal, a handled one is no child's inheritance
 
 
 @pytest.hookimpl(wrapper=True)
