@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from rlcore._torch_private import fake_tensors
 from rlcore.errors import UnsupportedError, one_line
+from rlcore.evaluation_mode import evaluation_mode
 
 _TINY, _HUGE = 2.0**-40, 2.0**60
 """Logits that no softcap bends, and that every softcap holds back. Powers of two: no factor is rounded."""
@@ -57,7 +58,7 @@ def measure_logit_form(model: Any, forward: Callable[..., Any]) -> LogitForm:
     for replaced in _replaceable(model):
         head_alone = _HeadAlone(model, forward, replaced, head)
         try:
-            with _in_evaluation(model):
+            with evaluation_mode(model):
                 form = head_alone.measured_form()
                 is_proven = head_alone.agrees_with(form)
         except Exception as error:  # of any kind: it is the model's code, amid what it does not expect
@@ -78,7 +79,7 @@ def _replaceable(model: Any) -> Iterator[nn.Module]:
     decoder = model.get_decoder()
     yield decoder
     try:
-        with _in_evaluation(model):
+        with evaluation_mode(model):
             is_base_alike = _returns_untouched(model, decoder)
     except Exception:  # of any kind, as above: then nothing is known of it
         return
@@ -89,19 +90,11 @@ def _replaceable(model: Any) -> Iterator[nn.Module]:
 @torch.no_grad()
 def _returns_untouched(model: Any, decoder: nn.Module) -> bool:
     """Return True if the base model gives the hidden states of the decoder, the very same tensor."""
-    inputs = model.get_input_embeddings()
     with fake_tensors():  # of no values, with shapes and a device: more code bears it than bears the meta device
-        states = torch.empty(1, _TOKENS, inputs.weight.shape[1], device="cpu")
+        states = torch.empty(1, _TOKENS, model.get_input_embeddings().weight.shape[1], device="cpu")
         ids_1T = torch.zeros(1, _TOKENS, dtype=torch.int64, device="cpu")
-
-        def embed(input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
-            return torch.empty(*input_ids.shape, inputs.weight.shape[1], device="cpu")
-
-        def decode(*args: Any, **options: Any) -> _DecoderOutput:
-            return _DecoderOutput(last_hidden_state=states)
-
         tensors = _without_values(model.base_model, "cpu")
-        with _answering(inputs, embed), _answering(decoder, decode):
+        with _known_states(model, decoder, states):
             output = functional_call(model.base_model, tensors, (ids_1T,), tie_weights=False)
     return output.last_hidden_state is states
 
@@ -155,21 +148,13 @@ class _HeadAlone:
     @torch.no_grad()
     def _logits(self, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor) -> Tensor:
         """Return the logits [T, V]."""
-        inputs = self.model.get_input_embeddings()
-
-        def embed(input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
-            return _zeros(*input_ids.shape, inputs.weight.shape[1])
-
-        def decode(*args: Any, **options: Any) -> _DecoderOutput:
-            return _DecoderOutput(last_hidden_state=hidden_TH[None])
-
         name = next(name for name, module in self.model.named_modules() if module is self.head)
         tensors = _without_values(self.model, "meta") | {f"{name}.weight": weight_VH}
         if self._has_bias:
             tensors[f"{name}.bias"] = bias_V
         tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
         ids_1T = torch.zeros(1, len(hidden_TH), dtype=torch.int64, device="cpu")
-        with _answering(inputs, embed), _answering(self.decoder, decode):
+        with _known_states(self.model, self.decoder, hidden_TH[None]):
             # Untied: the embedding keeps the weight that it may share with the head.
             output = functional_call(_Forward(self.model, self.forward), tensors, (ids_1T,), tie_weights=False)
         logits_1TV: Tensor = output.logits
@@ -214,6 +199,21 @@ class _DecoderOutput(dict[str, Tensor]):
 
 
 @contextlib.contextmanager
+def _known_states(model: Any, decoder: nn.Module, states_1TH: Tensor) -> Iterator[None]:
+    """Inside, ``decoder`` returns these hidden states whatever it is given, and no token has an embedding but zeros."""
+    inputs = model.get_input_embeddings()
+
+    def embed(input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
+        return torch.zeros(*input_ids.shape, inputs.weight.shape[1], dtype=states_1TH.dtype, device="cpu")
+
+    def decode(*args: Any, **options: Any) -> _DecoderOutput:
+        return _DecoderOutput(last_hidden_state=states_1TH)
+
+    with _answering(inputs, embed), _answering(decoder, decode):
+        yield
+
+
+@contextlib.contextmanager
 def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``forward`` runs in the place of the module's own."""
     own = vars(module).get("forward")
@@ -224,19 +224,6 @@ def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
         del module.forward
         if own is not None:
             module.forward = own
-
-
-@contextlib.contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Inside, no dropout draws random numbers; each module has its own mode again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _unsupported(model: Any, reason: str) -> UnsupportedError:

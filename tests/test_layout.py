@@ -44,6 +44,7 @@ BASE = {
     "decoding",
     "device",
     "errors",
+    "evaluation_mode",
     "file_lock",
     "held_memory",
     "logit_form",

@@ -25,6 +25,7 @@ from rlcore.engines.fsdp2.sharding import (
 )
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch
 from rlcore.errors import RlcoreError, StateError
+from rlcore.evaluation_mode import evaluation_mode
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.interface import LossOutput
@@ -211,14 +212,8 @@ def evaluate(
 @contextmanager
 def _evaluating(module: TrainModule) -> Iterator[None]:
     """Inside, the module is in evaluation mode; afterwards each submodule is as it was, and nothing is gathered."""
-    were_training = [submodule for submodule in module.modules() if submodule.training]
-    module.eval()
-    try:
-        with resharding_afterwards(module):
-            yield
-    finally:
-        for submodule in were_training:
-            submodule.training = True
+    with evaluation_mode(module), resharding_afterwards(module):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

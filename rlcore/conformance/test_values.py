@@ -1,4 +1,4 @@
-"""That values are the same there: sent and brought back, NaN and infinity in computations, and in inference mode."""
+"""Values are the same there: sent and brought back, NaN and infinity in computations, and in inference mode."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "reformer": {"is_decoder": True},
 }
-"""What the config needs that it has no default for, by model type."""
+"""Options that a config needs and has no default for, by model type."""
 
 
 class FoundHead(NamedTuple):

@@ -273,7 +273,7 @@ if "ps" in sys.orig_argv and "--kill" not in sys.orig_argv:
 def test_a_defect_of_every_process_is_found(
     engines: Engines, tmp_path: Path, code: str, met: tuple[str, str], told: str
 ) -> None:
-    """Of the guards of workers too, and of ``rlcore ps``: Python runs ``sitecustomize`` at every start."""
+    """The guards of workers and ``rlcore ps`` have the defect, too: Python runs ``sitecustomize`` at every start."""
     (tmp_path / "sitecustomize.py").write_text(code)
     engines.close()
     with pytest.MonkeyPatch.context() as patch:

@@ -214,7 +214,7 @@ def _events(kind: type[Event]) -> Plant:
 
 
 def _of_events(member: str, other: Callable[..., Any]) -> Plant:
-    """Of the CPU."""
+    """Return the plant of events of the CPU whose ``member`` is ``other``."""
 
     def plant(device: Device) -> AbstractContextManager[Any]:
         kind = type(device.streams.event())
@@ -324,7 +324,7 @@ def _copies_from_the_host_read_late(func: Any, *arguments: Any) -> Any:
 
 
 def _sent(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
-    """What is sent to the device is changed on its way."""
+    """Change values on their way to the device."""
 
     def changed(func: Any, *arguments: Any) -> Any:
         if func is torch.ops.aten.copy_.default and _is_there(arguments[0]) and not _is_there(arguments[1]):
