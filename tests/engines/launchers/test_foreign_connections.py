@@ -77,6 +77,10 @@ class Worker:
     def restore(self, limits: tuple[int, int]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(limits))
 
+    def num_sockets(self) -> int:
+        """Not all descriptors: the watch of the worker opens one now and then, to count them."""
+        return len(own_sockets())
+
     def num_open(self) -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -100,11 +104,11 @@ def opened_by(group: WorkerGroup, method: str) -> list[set[tuple[str, int]]]:
 def test_a_group_of_workers_outlives_thousands_of_connections(join_group: Start) -> None:
     with join_group(Worker, 2) as group:
         (listener,), _ = opened_by(group, "join")
-        limits, num_open = ask(group, "leave_descriptors", 300), ask(group, "num_open")
+        limits, num_sockets = ask(group, "leave_descriptors", 300), ask(group, "num_sockets")
         try:
             with connected(listener, 3000):
                 assert ask(group, "add_up", 1.0) == [2.0, 2.0]
-                assert ask(group, "num_open") == num_open
+                assert ask(group, "num_sockets") == num_sockets
                 assert ask(group, "add_up_in_a_new_group", 2.0) == [4.0, 4.0]
         finally:
             ask(group, "restore", limits[0])
@@ -114,12 +118,12 @@ def test_the_groups_of_a_mesh_outlive_thousands_of_connections(join_group: Start
     with join_group(Worker, 2) as group:
         listeners, _ = opened_by(group, "join_mesh")
         assert len(listeners) > 1, "the mesh has groups of its own"
-        limits, num_open = ask(group, "leave_descriptors", 300), ask(group, "num_open")
+        limits, num_sockets = ask(group, "leave_descriptors", 300), ask(group, "num_sockets")
         try:
             for listener in listeners:
                 with connected(listener, 1000):
                     assert ask(group, "add_up_over_the_mesh", 1.0) == [2.0, 2.0]
-                    assert ask(group, "num_open") == num_open
+                    assert ask(group, "num_sockets") == num_sockets
         finally:
             ask(group, "restore", limits[0])
 
