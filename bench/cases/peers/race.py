@@ -26,14 +26,14 @@ from rlcore.errors import BenchError, MissingDependencyError
 from rlcore.process.python_command import python_command
 
 PHASES = ("generate", "sync", "old_logprob", "rest")
-"""What both sides can tell apart. "rest": rewards, the update, and what moves between host and device."""
+"""The parts of a step that both sides tell. "rest": rewards, the update, and what moves between host and device."""
 _TIMEOUT_S = 560.0
 _SAID = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class RaceLoad:
-    """What a side is to do, told to it as JSON."""
+    """The work of a side, told to it as JSON."""
 
     folder: str
     device: str
@@ -42,7 +42,7 @@ class RaceLoad:
     samples: int = 8
     prompt_tokens: int = 128
     new_tokens: int = 512
-    """Of every completion: neither side gains from lengths that differ."""
+    """The tokens of every completion: neither side gains from lengths that differ."""
     sequences_at_once: int = 16
     """Sequences of a micro-batch."""
     recomputes: bool = False
@@ -58,7 +58,7 @@ class RaceLoad:
 
 @dataclass(frozen=True, slots=True)
 class SideTimes:
-    """What a side tells: seconds of each step and of its phases, the first step left out, and the most memory used."""
+    """The seconds of each step and of its phases, without the first step, and the most memory used."""
 
     seconds: list[float]
     phases: dict[str, list[float]]
@@ -128,9 +128,7 @@ def _prepare(shape: ModelShape, changes: Mapping[str, Any], device: Device) -> W
 
 
 def _case(name: str, shape: ModelShape, estimate_s: float, **changes: Any) -> Case:
-    told = (
-        f"steps of GRPO from end to end, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, both with vLLM"
-    )
+    told = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, both with vLLM"
     return Case(
         f"race/{name}",
         told,

@@ -171,13 +171,13 @@ def _difference(one: Tensor, other: Tensor, mask: Tensor) -> float:
 def _learner(load: RaceLoad) -> HuggingFaceTrainModule:
     from transformers import Qwen2ForCausalLM
 
-    class Learner(HuggingFaceTrainModule, Qwen2ForCausalLM):  # type: ignore[misc]
+    class RacingPolicy(HuggingFaceTrainModule, Qwen2ForCausalLM):  # type: ignore[misc]
         def on_weights_materialized(self) -> None:
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
 
     with meta_device():
-        learner: HuggingFaceTrainModule = Learner.from_pretrained(load.folder)
-    return learner
+        policy: HuggingFaceTrainModule = RacingPolicy.from_pretrained(load.folder)
+    return policy
 
 
 # ---------------------------------------------------------------------------------------------------------- TRL
