@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from rlcore.device import Device
-from rlcore.devices.declared.device import DeclaredDevice
 from rlcore.devices.declared.plugin import SPECS
-from rlcore.registry import registry
+from rlcore.registry import registry, resolve
 from tests.base.conftest import Site
 from tests.conftest import ROOT
 from tests.warm import run_warm
@@ -64,7 +63,8 @@ def listed(site: Site, **environment: str) -> dict[str, Any]:
 def made(name: str) -> Device:
     """One as it is described, of which nothing is called that needs the hardware."""
     (spec,) = (spec for spec in SPECS if spec.name == name)
-    return DeclaredDevice(spec, 0)
+    device: Device = resolve(spec.loader)(spec, 0)
+    return device
 
 
 @pytest.mark.skipif(
@@ -125,7 +125,7 @@ _IPC = {"memory.export_ipc", "memory.import_ipc", "memory.revoke", "memory.ledge
 _EVENTS = {"streams.export_event", "streams.import_event"}
 _RANDOM = {"identity.seed", "identity.rng_state", "identity.set_rng_state"}
 UNSUPPORTED = {
-    "rocm": _IPC | _EVENTS,
+    "rocm": _EVENTS,
     "xpu": _IPC | _EVENTS,
     "mps": _IPC | _EVENTS | _RANDOM | {"memory.pool", "identity.properties"},
 }
