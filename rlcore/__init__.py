@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rlcore.engines.batch import collate as collate
     from rlcore.engines.inference import InferenceEngine as InferenceEngine
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
-    from rlcore.engines.offload.group import offloaded as offloaded
+    from rlcore.engines.offload.standalone import Offloader as Offloader
+    from rlcore.engines.offload.standalone import offloaded as offloaded
     from rlcore.engines.runtime import init as init
     from rlcore.engines.sampling.completion import RequestOutput as RequestOutput
     from rlcore.engines.swapping.swap import swap as swap
@@ -32,6 +33,7 @@ _HOME = {
     "DeviceSpec": "rlcore.types",
     "InferenceEngine": "rlcore.engines.inference",
     "NeedParallel": "rlcore.engines.need_parallel",
+    "Offloader": "rlcore.engines.offload.standalone",
     "RequestOutput": "rlcore.engines.sampling.completion",
     "RlcoreError": "rlcore.errors",
     "TrainEngine": "rlcore.engines.train",
@@ -43,7 +45,7 @@ _HOME = {
     "init": "rlcore.engines.runtime",
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.meta",
-    "offloaded": "rlcore.engines.offload.group",
+    "offloaded": "rlcore.engines.offload.standalone",
     "swap": "rlcore.engines.swapping.swap",
 }
 

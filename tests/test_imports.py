@@ -108,6 +108,7 @@ def test_public_names() -> None:
         "DeviceSpec",
         "InferenceEngine",
         "NeedParallel",
+        "Offloader",
         "RequestOutput",
         "RlcoreError",
         "TrainEngine",
