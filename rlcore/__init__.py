@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.engines.weight_sync.api import WeightReceiver as WeightReceiver
     from rlcore.engines.weight_sync.api import WeightSender as WeightSender
+    from rlcore.engines.weight_sync.channels.connections import accept_controls as accept_controls
+    from rlcore.engines.weight_sync.channels.connections import connect_control as connect_control
+    from rlcore.engines.weight_sync.channels.control import Control as Control
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
     from rlcore.meta import meta_device as meta_device
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from rlcore.types import DeviceSpec as DeviceSpec
 
 _HOME = {
+    "Control": "rlcore.engines.weight_sync.channels.control",
     "DeviceSpec": "rlcore.types",
     "InferenceEngine": "rlcore.engines.inference",
     "NeedParallel": "rlcore.engines.need_parallel",
@@ -39,7 +43,9 @@ _HOME = {
     "TrainEngine": "rlcore.engines.train",
     "WeightReceiver": "rlcore.engines.weight_sync.api",
     "WeightSender": "rlcore.engines.weight_sync.api",
+    "accept_controls": "rlcore.engines.weight_sync.channels.connections",
     "collate": "rlcore.engines.batch",
+    "connect_control": "rlcore.engines.weight_sync.channels.connections",
     "get_device": "rlcore.registry",
     "hookimpl": "rlcore.hookspecs",
     "init": "rlcore.engines.runtime",

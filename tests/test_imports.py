@@ -105,6 +105,7 @@ def test_help_loads_no_torch(run_python: Callable, argument: str, is_loaded: boo
 def test_public_names() -> None:
     assert rlcore.__all__ == [
         "__version__",
+        "Control",
         "DeviceSpec",
         "InferenceEngine",
         "NeedParallel",
@@ -114,7 +115,9 @@ def test_public_names() -> None:
         "TrainEngine",
         "WeightReceiver",
         "WeightSender",
+        "accept_controls",
         "collate",
+        "connect_control",
         "get_device",
         "hookimpl",
         "init",
