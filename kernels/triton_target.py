@@ -15,7 +15,7 @@ from rlcore.registry import specs_of
 
 _WARP_LANES = 32
 _TILED_ARCH = 90
-_SPLIT = "it needs all vocabulary rows on one rank; gather the weight and leave out group="
+_SPLIT = "it needs the whole vocabulary on one rank; gather it and leave out group="
 
 
 def rows_refusal(query: Query) -> str | None:

@@ -88,7 +88,7 @@ ROOMS = {
     ),
     "kernels": (
         ("_torch_private", "dispatch", "operands", "softmax_rows", "chunks", "cu_seqlens", "packing",
-            "triton_programs"),
+            "triton_programs", "vocab_shard"),
         ("autograd", "losses", "returns", "strided_copy", "triton_target"),
         ("token",),
         ("linear",),

@@ -35,12 +35,12 @@ from rlcore.kernels.linear.loss_in_chunks import (
     sequence_entries,
 )
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
-from rlcore.kernels.linear.vocab_shard import partial_statistics_
 from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, checked_edges, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, unlowered
 from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, gradient_, statistics_, wide_dtype
+from rlcore.kernels.vocab_shard import partial_statistics_
 from rlcore.settings import is_debugging
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from torch import Tensor
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import rows_per_chunk
 from rlcore.kernels.dispatch import Query
-from rlcore.kernels.linear.vocab_shard import VocabularyShard
 from rlcore.kernels.operands import (
     check_flag,
     check_float,
@@ -28,6 +27,7 @@ from rlcore.kernels.operands import (
     checked_temperature,
 )
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
+from rlcore.kernels.vocab_shard import VocabularyShard, check_group
 
 
 class HeadInputs(NamedTuple):
@@ -87,11 +87,7 @@ def head_inputs(
         check_tensor(name, tensor)
     if _is_dtensor(hidden):
         raise InvalidInputError("hidden is a DTensor; pass the rows of this rank: hidden.to_local()")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise InvalidInputError(
-            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}. "
-            "Of a DeviceMesh it is mesh.get_group(dim)"
-        )
+    check_group(group)
     if group is not None and _is_dtensor(weight):
         raise InvalidInputError("with group= weight must be this rank's rows; got a DTensor: pass weight.to_local()")
     inputs = _lowered(HeadInputs(hidden, weight, bias))
@@ -178,6 +174,7 @@ def linear_head_problem(
         rows = ScaledRows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
         return LinearHeadProblem(rows, softcap, with_entropy, memory_budget_bytes)
     is_split = _is_split(inputs.hidden, targets, group)
-    shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden), is_split=is_split)
+    sizes = vocab_size, len(inputs.hidden)
+    shard = VocabularyShard.of(group, *sizes, inputs.hidden.device, what="weight must be [V, H]", is_split=is_split)
     rows = ScaledRows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
     return LinearHeadProblem(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)
