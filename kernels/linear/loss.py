@@ -34,8 +34,8 @@ from rlcore.kernels.linear.loss_in_chunks import (
     loss_in_two_passes,
     sequence_entries,
 )
-from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
-from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
+from rlcore.kernels.linear.problem import FlatRows, HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
+from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, flat_tokens, loss_of_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, checked_edges, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, unlowered
@@ -78,7 +78,11 @@ def linear_loss(
 
     Args:
         hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
-        weight: [V, H], same dtype. May be the tied embedding.
+            [..., T, H], such as [N, L, H], is taken as all rows one after the other: then targets, the entries of
+            per_token, token_weight and a tensor of temperatures have these leading dimensions, too, and cu_seqlens
+            counts all rows.
+        weight: [V, H], any of these dtypes. May be the tied embedding. Where the dtypes of hidden and weight differ,
+            both are used in the one to which torch promotes them, as in ``linear_logprob``.
         targets: [T], int64 or int32 token ids, or ``ignore_index``.
         loss_fn: see ``rlcore.kernels.losses.interface``; a plain PyTorch function of [t] vectors, run chunk
             by chunk (on whole sequences if marked ``@sequence_level``). Gradients flow to ``logprob`` and ``entropy``
@@ -109,6 +113,9 @@ def linear_loss(
             them.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
+    if targets.dim() > 1:
+        per_token, token_weight = flat_tokens(targets, per_token, token_weight)
+    hidden, targets, temperature = FlatRows.of(hidden, targets, temperature)
     inputs = head_inputs(hidden, weight, bias, targets, group)
     check_tokens("targets", targets, per_token, token_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)

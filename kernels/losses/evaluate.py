@@ -213,6 +213,27 @@ def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token
         check_constant(entry, values)
 
 
+def flat_tokens(
+    rows: Tensor, per_token: Mapping[str, Tensor], token_weight: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Join the dimensions of the entries to one, where ``rows`` has several.
+
+    Raises:
+        InvalidInputError: an entry does not begin with the dimensions of ``rows``.
+    """
+
+    def flat(name: str, values: Tensor) -> Tensor:
+        check_tensor(name, values)
+        if values.shape[: rows.dim()] != rows.shape:
+            raise InvalidInputError(
+                f"{name} must begin with the dimensions of targets, {list(rows.shape)}; got {list(values.shape)}"
+            )
+        return values.flatten(0, rows.dim() - 1)
+
+    flattened = {entry: flat(f"per_token[{entry!r}]", values) for entry, values in per_token.items()}
+    return flattened, flat("token_weight", token_weight)
+
+
 def checked_output(found: object, logprob_T: Tensor, loss_fn: LossFn) -> TermOutput:
     """Check that a loss function returned a value and statistics that are vectors like ``logprob``; return them."""
     if not (isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)):

@@ -46,6 +46,60 @@ def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, inputs)
 
 
+@pytest.mark.parametrize("is_sequence_level", [False, True])
+def test_rows_may_have_several_dimensions(is_sequence_level: bool) -> None:
+    hidden, weight, targets = random_inputs()
+    tokens, rows = random_tokens(), slice(60)
+    tokens["per_token"]["vectors"] = torch.randn(T, 3)
+    loss_fn = sequence_level(policy_loss()) if is_sequence_level else policy_loss()
+    edges = torch.tensor([0, 20, 40, 60])
+
+    def loss(shape: tuple[int, ...]) -> Any:
+        def shaped(x: Tensor) -> Tensor:
+            return x[rows].reshape(*shape, *x.shape[1:])
+
+        return linear_loss(
+            shaped(hidden),
+            weight,
+            shaped(targets),
+            loss_fn,
+            per_token={name: shaped(x) for name, x in tokens["per_token"].items()},
+            token_weight=shaped(tokens["token_weight"]),
+            temperature=shaped(torch.linspace(0.6, 1.4, T)),
+            cu_seqlens=edges,
+        )
+
+    found, want = loss((3, 20)), loss((60,))
+    assert torch.equal(found.loss, want.loss) and found.stats == want.stats
+    for one, other in zip(gradients(found.loss, hidden, weight), gradients(want.loss, hidden, weight), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_operands_of_two_dtypes_are_used_in_the_wider(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    hidden, weight, targets = random_inputs()
+    leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in zip((hidden, weight), dtypes, strict=True)]
+    same = [x.detach().float().requires_grad_() for x in leaves]
+    found, want = (linear_loss(*x, targets, policy_loss(), **random_tokens()).loss for x in (leaves, same))
+    assert torch.equal(found, want)
+    for leaf, one, other in zip(leaves, gradients(found, *leaves), gradients(want, *same), strict=True):
+        assert torch.equal(one, other.to(leaf.dtype))
+
+
+def test_entries_of_another_shape_than_the_targets_are_refused() -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    per_token = {name: x[:60].view(3, 20) for name, x in tokens["per_token"].items()}
+    weights = tokens["token_weight"][:60]
+    hidden, targets = hidden[:60].view(3, 20, H), targets[:60].view(3, 20)
+    with pytest.raises(InvalidInputError, match=r"^token_weight must begin with the dimensions of targets, \[3, 20\]"):
+        linear_loss(hidden, weight, targets, ppo_clip(), per_token=per_token, token_weight=weights)
+    per_token["advantages"] = per_token["advantages"].flatten()
+    message = r"^per_token\['advantages'\] must begin with the dimensions of targets, \[3, 20\]; got \[60\]"
+    with pytest.raises(InvalidInputError, match=message):
+        linear_loss(hidden, weight, targets, ppo_clip(), per_token=per_token, token_weight=weights.view(3, 20))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_linear_loss_matches_float64_autograd(dtype: torch.dtype, implementation: str) -> None:
@@ -618,7 +672,7 @@ def test_a_head_that_does_not_fit_and_bad_values_are_refused() -> None:
     beyond = targets.clone()
     beyond[4] = V
     for inputs, options, message in (
-        ((hidden, weight.bfloat16(), targets), {}, "hidden is torch.float32 but weight is torch.bfloat16; cast one"),
+        ((hidden, weight.long(), targets), {}, "weight must be float32, bfloat16, float16, float64; got torch.int64"),
         ((hidden, weight[:, 1:], targets), {}, rf"weight must be \[V, H\] with H = {H}; got \[{V}, {H - 1}\]"),
         ((hidden, weight, targets[1:]), {}, r"targets must be one token for each row of hidden = \[61\]; got \[60\]"),
         ((hidden, weight, beyond), {}, rf"targets must be token ids in \[0, {V}\) .* got {V} at \[4\]"),
