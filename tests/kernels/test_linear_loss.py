@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.errors import InvalidInputError
-from rlcore.ops import combine, entropy_bonus, kl, linear_loss, ppo_clip, sequence_level
+from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
 from tests.accuracy import assert_same_bits, assert_within_rounding
 from tests.kernels.plain import assert_equal_in_float64, assert_loss_as_accurate, doubled
 
@@ -84,6 +84,32 @@ def test_operands_of_two_dtypes_are_used_in_the_wider(dtypes: tuple[torch.dtype,
     assert torch.equal(found, want)
     for leaf, one, other in zip(leaves, gradients(found, *leaves), gradients(want, *same), strict=True):
         assert torch.equal(one, other.to(leaf.dtype))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_statistics_are_means_by_weights_of_their_own(implementation: str) -> None:
+    hidden, weight, targets = random_inputs(torch.float64)
+    tokens = random_tokens(torch.float64)
+    tokens["token_weight"][:9] = 0.0
+    targets[9] = -100
+    is_counted = torch.arange(T) > 9
+    options = {"implementation": implementation, "memory_budget_bytes": None}
+    plain = linear_loss(hidden, weight, targets, ppo_clip(), **tokens, **options)
+    mask = is_counted.clone()
+    mask[:5] = True  # what does not count for the loss does not count here either
+    found = linear_loss(hidden, weight, targets, ppo_clip(), stats_weight=mask, **tokens, **options)
+    assert torch.equal(found.loss, plain.loss)
+    assert all(map(torch.equal, gradients(found.loss, hidden, weight), gradients(plain.loss, hidden, weight)))
+    scores = linear_logprob(hidden, weight, targets, with_entropy=True)
+    log_ratio = (scores.logprob - tokens["per_token"]["old_logprobs"]).detach()
+    want = {"entropy_mean": scores.entropy.detach(), "ratio_mean": log_ratio.exp()}
+    for name, values in want.items():
+        assert_equal_in_float64(found.stats[name], values[is_counted].mean(), terms=T + V)
+        by_weight = (values * tokens["token_weight"])[is_counted].sum() / tokens["token_weight"][is_counted].sum()
+        assert_equal_in_float64(plain.stats[name], by_weight, terms=T + V)
+    assert found.stats["ratio_max"] == plain.stats["ratio_max"]
+    with pytest.raises(InvalidInputError, match=rf"^stats_weight must be one number for each row of targets = \[{T}\]"):
+        linear_loss(hidden, weight, targets, ppo_clip(), stats_weight=mask[1:], **tokens)
 
 
 def test_entries_of_another_shape_than_the_targets_are_refused() -> None:
