@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmSyncClient
 from rlcore.engines.weight_sync.api import WeightSender
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
+from rlcore.engines.weight_sync.channels.connections import accept_controls
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.errors import InvalidInputError
 from rlcore.types import SyncReport
 

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unrelated_receiver import receive
 
 import rlcore
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
+from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
 from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
@@ -268,7 +268,7 @@ def test_whatever_the_receivers_loader_raises_is_told_at_once(kind: type[Excepti
             raise kind("the loader says no")
 
     def receive() -> str:
-        control = ControlSocket.connect(short_folder / "control")
+        control = connect_control(short_folder / "control")
         receiver = rlcore.WeightReceiver(Loader(torch.nn.Linear(2, 2), get_device("cpu")), control)
         with pytest.raises(SyncError) as caught:
             receiver.receive(timeout_s=3600)

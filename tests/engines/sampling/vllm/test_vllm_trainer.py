@@ -18,7 +18,7 @@ from rlcore.engines.sampling.vllm.trainer import (
     RlcoreTrainerInitInfo,
     RlcoreTrainerWeightTransferEngine,
 )
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket
+from rlcore.engines.weight_sync.channels.connections import connect_control
 from rlcore.errors import InvalidInputError, SyncError
 
 
@@ -63,7 +63,7 @@ class Client:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         def connect(model: nn.Module) -> None:
-            control = ControlSocket.connect(init_info["address"], init_info["timeout_s"])
+            control = connect_control(init_info["address"], timeout_s=init_info["timeout_s"])
             self.receivers.append(rlcore.WeightReceiver(model, control))
 
         self._each("init", connect, self.models)
