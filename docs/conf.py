@@ -19,6 +19,7 @@ version = release = rlcore.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
+highlight_language = "text"  # of blocks that name none
 myst_heading_anchors = 3  # links name headings as on GitHub
 
 html_theme = "furo"
