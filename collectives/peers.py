@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import threading
 import time
 from collections import Counter
 from datetime import timedelta
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rlcore.collectives.rendezvous import RankInfo, Rendezvous
+from rlcore.collectives.waiting_thread import WaitingThread
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
 from rlcore.process.status import start_time
 
@@ -50,6 +50,8 @@ class PeerMonitor:
         self._operation = ""
         self._step = 0
         self._has_failed = False
+        self._threads: list[WaitingThread] = []
+        """Threads that wait for nothing now."""
         self._processes: dict[int, int] = {}
         self._ended: list[int] = []
         """Ranks that ended before they could be watched."""
@@ -59,6 +61,8 @@ class PeerMonitor:
 
     def close(self) -> None:
         """Leave the rendezvous."""
+        while self._threads:
+            self._threads.pop().end()
         self._rendezvous.close(ended=self._dead())
         while self._processes:
             os.close(self._processes.popitem()[1])
@@ -119,15 +123,28 @@ class PeerMonitor:
     def wait_for(self, rank: int, work: Any, what: str, timeout_s: float) -> None:
         """Wait as ``wait`` does, for an operation with one other rank."""
         began = time.monotonic()
-        waiting = _Waiting(work, timeout_s)
-        while not waiting.is_done(min(_POLL_S, timeout_s / 4)):
-            self._check_peers(what, [rank], follows_victims=True)
-        if waiting.error is None:
+        thread = self._free_thread()
+        try:
+            thread.begin(work, timeout_s)
+            while not thread.is_done(min(_POLL_S, timeout_s / 4)):
+                self._check_peers(what, [rank], follows_victims=True)
+        except BaseException:  # Ctrl-C too
+            thread.end()
+            raise
+        error = thread.error
+        self._threads.append(thread)
+        if error is None:
             return
         if time.monotonic() - began < 0.9 * timeout_s:
-            raise self.explain(waiting.error, what) from waiting.error
+            raise self.explain(error, what) from error
         text = f"{what} of {self._label} did not end within {timeout_s:g} s: rank {rank} did not take part"
-        raise self._notified(CollectiveTimeoutError(text, ranks=(rank,))) from waiting.error
+        raise self._notified(CollectiveTimeoutError(text, ranks=(rank,))) from error
+
+    def _free_thread(self) -> WaitingThread:
+        try:
+            return self._threads.pop()
+        except IndexError:  # the first, or as many are in use: threads of the caller may send side by side
+            return WaitingThread()
 
     def explain(self, error: BaseException, what: str, ranks: tuple[int, ...] = ()) -> CollectiveError:
         """Return the cause of an error of the collective library; ``ranks`` are at fault if none has told of one."""
@@ -234,28 +251,6 @@ class PeerMonitor:
             poll.register(descriptor, select.POLLIN)
         ended = {descriptor for descriptor, _ in poll.poll(0)}
         return sorted([*self._ended, *(rank for rank, descriptor in self._processes.items() if descriptor in ended)])
-
-
-class _Waiting:
-    """A wait for work with one other rank, in a thread of its own, so that Ctrl-C ends it at once.
-
-    Gloo cannot be asked whether such work is done, and a wait for it that times out ends the connections of all ranks.
-    """
-
-    def __init__(self, work: Any, timeout_s: float) -> None:
-        self.error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._wait, args=(work, timeout_s), daemon=True)
-        self._thread.start()
-
-    def is_done(self, poll_s: float) -> bool:
-        self._thread.join(poll_s)
-        return not self._thread.is_alive()
-
-    def _wait(self, work: Any, timeout_s: float) -> None:
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            self.error = error
 
 
 def _ranks(ranks: list[int]) -> str:

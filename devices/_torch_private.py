@@ -60,3 +60,9 @@ def storage_of_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
     """Return a storage in the shared memory of a file descriptor. Only pickle has a public way. Since torch 2.10."""
     untyped: Any = torch.UntypedStorage
     return untyped._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[no-any-return]
+
+
+def release_ipc_counter(handle: bytes, offset: int, index: int) -> None:
+    """Decrement torch's count of the receivers of a tensor that was sent by IPC. Since torch 2.10."""
+    typed: Any = torch.TypedStorage
+    typed._release_ipc_counter(handle, offset, device=index)

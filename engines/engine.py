@@ -24,8 +24,8 @@ from rlcore.engines.offload.host_limits import physical_bytes
 from rlcore.engines.placement import choose_devices
 from rlcore.engines.residency import MOVE_TO, Move, Residency, State
 from rlcore.engines.runtime import current
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError
-from rlcore.registry import executor_class
+from rlcore.errors import DeviceError, InvalidInputError, RlcoreError, StateError, UnsupportedError
+from rlcore.registry import executor_class, launch
 from rlcore.types import OffloadReport
 
 P = ParamSpec("P")
@@ -316,11 +316,26 @@ class Engine(ABC):
         return self.offload(*tags)
 
     def to(self, device: str, *tags: Tags) -> Reports:
-        """``to("cpu")`` is ``offload``, ``to("meta")`` is ``meta``, ``to("cuda")`` or ``to("npu")`` is ``onload``."""
-        moves = {"cpu": self.offload, "meta": self.meta, "cuda": self.onload, "npu": self.onload}
-        if device not in moves:
-            raise InvalidInputError(f"to() takes one of {', '.join(moves)}, got {device!r}")
-        return moves[device](*tags)
+        """Move by the name of a registered device: that of the host is ``offload``, that of any other ``onload``.
+
+        ``to("meta")`` is ``meta``. An engine stays with the devices of its build, so ``to("cuda")`` in a program that
+        was written for CUDA brings it to its NPU.
+
+        Raises:
+            InvalidInputError: no such device is registered, or the name has an index.
+        """
+        if device == "meta":
+            return self.meta(*tags)
+        if not isinstance(device, str) or ":" in device:
+            raise InvalidInputError(
+                "to() takes the name of a kind of device, such as 'cpu' or 'cuda', or 'meta'; the devices themselves "
+                f"are those of build(devices=...); got {device!r}"
+            )
+        try:
+            is_host = launch(device).spec.is_host
+        except DeviceError as error:
+            raise InvalidInputError(f"to() takes 'meta' or the name of a registered device: {error}") from error
+        return (self.offload if is_host else self.onload)(*tags)
 
     def memory_report(self) -> list[MemoryReport]:
         """Return for each worker the bytes of each tag on the device and on the host, and the device's memory."""

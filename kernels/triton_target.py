@@ -13,7 +13,6 @@ from rlcore.kernels.dispatch import Query
 from rlcore.kernels.triton_programs import limits
 from rlcore.registry import specs_of
 
-_WARP_LANES = 32
 _TILED_ARCH = 90
 _SPLIT = "it needs the whole vocabulary on one rank; gather it and leave out group="
 
@@ -86,8 +85,11 @@ def _absence(device_type: str) -> str | None:
         return f"triton builds for {found or 'no device here'}, not for {device_type!r}"
     if limits(device_type) is not None:  # its tiles are cut to them
         return None
-    lanes = _target().warp_size
-    return None if lanes == _WARP_LANES else f"its tiles are laid out for warps of {_WARP_LANES} lanes, not {lanes}"
+    lanes, declared = _target().warp_size, sorted({n for spec in specs_of(device_type) for n in spec.warp_lanes})
+    if lanes in declared:
+        return None
+    named = " or ".join(map(str, declared))
+    return f"its tiles are laid out for warps of {named} lanes, as warp_lanes of the device says, not {lanes}"
 
 
 def _interprets() -> bool:

@@ -49,7 +49,7 @@ COUNT = Kind("a whole number of at least 1", lambda value: WHOLE.has(value) and 
 NUMBER = Kind("a number", lambda value: WHOLE.has(value) or _is_float(value))
 AT_LEAST_0 = Kind("a finite number of at least 0", lambda value: NUMBER.has(value) and 0 <= value < math.inf)
 TEXT = kind_of("a str", str)
-PATH = kind_of("a str or Path", str, os.PathLike)
+PATH = Kind("a non-empty str or Path", lambda value: isinstance(value, str | os.PathLike) and value != "")
 BYTES = kind_of("bytes", bytes)
 LIST = Kind("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes))
 MAPPING = kind_of("a mapping such as os.environ", Mapping)

@@ -28,11 +28,14 @@ BUILT_IN = {
     "cpu": "rlcore.devices.cpu.plugin",
     "cuda": "rlcore.devices.cuda.plugin",
     "npu": "rlcore.devices.ascend.plugin",
+    "declared": "rlcore.devices.declared.plugin",
     "kernels": "rlcore.kernels.plugin",
     "engines": "rlcore.engines.plugin",
     "bench": "rlcore.bench.plugin",
 }
 """Registered by name before any entry point; a third-party entry point of the same name is refused."""
+DECLARED = "declared"
+"""The built-in plugin whose devices give way to those of other plugins."""
 
 Stage = Literal["disabled", "import", "validate", "register", "probe", "loaded"]
 

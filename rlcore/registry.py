@@ -18,7 +18,7 @@ from rlcore.deadline import CallOutcome, outcome_here, outcomes_within
 from rlcore.device import Device
 from rlcore.errors import DeviceError, InvalidInputError, PluginError, TorchImportError, one_line
 from rlcore.launch import LaunchFacts
-from rlcore.plugins import BUILT_IN, PluginRecord, load_plugins, report_failure
+from rlcore.plugins import BUILT_IN, DECLARED, PluginRecord, load_plugins, report_failure
 from rlcore.settings import Settings, named_device
 from rlcore.torch_import import import_torch
 from rlcore.types import PLUGIN_API, DeviceInfo, DeviceSpec, Probe, check_import_path
@@ -47,6 +47,8 @@ class Registry:
     """All registrations, with the plugin of each."""
 
     devices: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
+    declared: dict[str, tuple[DeviceSpec, str]] = field(default_factory=dict)
+    """Devices that nobody has run; one of a name that a plugin has, or would have had, is not there."""
     ops: dict[str, list[OpImplementation]] = field(default_factory=dict)
     executors: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     launchers: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -74,7 +76,10 @@ class Registry:
         return functools.partial(self._put_in_force, draft)
 
     def _put_in_force(self, draft: _Draft) -> None:
-        self.devices |= draft.devices
+        if draft.plugin == DECLARED:
+            self.declared |= draft.devices
+        else:
+            self.devices |= draft.devices
         for implementation in draft.ops:
             self.ops.setdefault(implementation.op, []).append(implementation)
         self.executors |= draft.executors
@@ -160,6 +165,9 @@ def registry() -> Registry:
     """Return the registry of this process; plugins are loaded at the first call."""
     loaded = Registry()
     loaded.plugins = load_plugins(loaded.collect, Settings.from_env())
+    missing = {record.name for record in loaded.plugins if record.stage != "loaded"}
+    for name in loaded.devices.keys() | loaded.refused_devices.keys() | missing:
+        loaded.declared.pop(name, None)
     return loaded
 
 
@@ -173,8 +181,8 @@ def resolve(path: str) -> Any:
 
 
 def list_devices() -> list[DeviceInfo]:
-    """Return every registered device, available ones first, then by priority. No device context is created."""
-    ranked = sorted(registry().devices.values(), key=lambda entry: -entry[0].priority)
+    """Return every device, available ones first, then by priority. No device context is created."""
+    ranked = sorted(_entries().values(), key=lambda entry: -entry[0].priority)
     probes = _probe_all([spec for spec, _ in ranked])
     found = [_info(*entry, probe) for entry, probe in zip(ranked, probes, strict=True)]
     return sorted(found, key=lambda info: not info.is_available)
@@ -182,7 +190,7 @@ def list_devices() -> list[DeviceInfo]:
 
 def device_info(kind: str) -> DeviceInfo:
     """Return the row of ``list_devices()`` for one kind, without probing the others."""
-    spec, plugin = registry().devices[_spec(kind).name]
+    spec, plugin = _entries()[_spec(kind).name]
     return _info(spec, plugin, _probe(spec))
 
 
@@ -219,7 +227,7 @@ def launch(name: str) -> LaunchFacts:
 
 def specs_of(torch_type: str) -> list[DeviceSpec]:
     """Return the specs of the devices whose tensors have this type; empty if no plugin registered one."""
-    return [spec for spec, _ in registry().devices.values() if spec.torch_type == torch_type]
+    return [spec for spec, _ in _entries().values() if spec.torch_type == torch_type]
 
 
 @functools.cache
@@ -287,10 +295,15 @@ def _name_of_torch_type(torch_type: str) -> str:
     return next((spec.name for spec in here or specs), torch_type)
 
 
+def _entries() -> dict[str, tuple[DeviceSpec, str]]:
+    """Return name -> spec and plugin of every device, the declared ones last."""
+    return registry().devices | registry().declared
+
+
 def _spec(kind: str) -> DeviceSpec:
     known = registry().devices
-    if kind in known:
-        return known[kind][0]
+    if kind in (entries := _entries()):
+        return entries[kind][0]
     record = next((record for record in registry().plugins if record.name == kind), None)
     if record is not None and record.stage == "disabled":
         raise DeviceError(f"device {kind!r} is missing because RLCORE_DISABLE_PLUGINS names its plugin")
@@ -305,7 +318,10 @@ def _spec(kind: str) -> DeviceSpec:
 def _default_name() -> str:
     found = list_devices()
     if not found or not found[0].is_available:
-        raise DeviceError(f"no device is available: {_reasons(found) or 'none is registered'}. See `rlcore devices`.")
+        registered = [info for info in found if info.plugin != DECLARED]
+        raise DeviceError(
+            f"no device is available: {_reasons(registered) or 'none is registered'}. See `rlcore devices`."
+        )
     return found[0].name
 
 
@@ -362,7 +378,7 @@ def _ask_all(specs: Sequence[DeviceSpec]) -> list[CallOutcome[Probe]]:
 
 
 def _is_built_in(spec: DeviceSpec) -> bool:
-    return registry().devices[spec.name][1] in BUILT_IN
+    return _entries()[spec.name][1] in BUILT_IN
 
 
 def _checked_probe(spec: DeviceSpec) -> Probe:
@@ -373,7 +389,7 @@ def _checked_probe(spec: DeviceSpec) -> Probe:
 
 
 def _record_failed_probe(spec: DeviceSpec, error: BaseException) -> None:
-    plugin, records = registry().devices[spec.name][1], registry().plugins
+    plugin, records = _entries()[spec.name][1], registry().plugins
     at = next(index for index, record in enumerate(records) if record.name == plugin)
     records[at] = dataclasses.replace(records[at], stage="probe", error=error)
     report_failure(records[at], Settings.from_env())

@@ -74,6 +74,8 @@ class DeviceSpec:
     """It is the host's processor and memory, not an accelerator beside them."""
     program_limits: ProgramLimits | None = None
     """Limits of Triton kernels; None where programs have threads, and the compiler finds room for a tile."""
+    warp_lanes: tuple[int, ...] = (32,)
+    """Threads of a warp for which Triton kernels are built there, where programs have threads."""
 
     def __post_init__(self) -> None:
         for field in ("name", "torch_type"):
@@ -91,6 +93,12 @@ class DeviceSpec:
             value = getattr(self, field)
             if not isinstance(value, str) or not value:
                 raise InvalidInputError(f"DeviceSpec.{field} must be a str that is not empty, got {value!r}")
+        if not isinstance(self.warp_lanes, tuple) or any(
+            type(lanes) is not int or lanes < 1 for lanes in self.warp_lanes
+        ):
+            raise InvalidInputError(
+                f"DeviceSpec.warp_lanes must be whole numbers such as (32,), got {self.warp_lanes!r}"
+            )
         for field, kind in _OPTIONAL_FIELDS.items():
             value = getattr(self, field)
             if value is not None and not isinstance(value, kind):

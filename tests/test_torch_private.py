@@ -258,6 +258,16 @@ def shared_memory_has_a_descriptor() -> None:
     assert other.tolist() == [3.0] * 4
 
 
+@contract("release_ipc_counter")
+def a_count_of_receivers_is_named_by_two_values_and_a_device() -> None:
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        release = classmethod(lambda cls, *arguments: asked.append(arguments))
+        patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
+        of_devices.release_ipc_counter(b"file", 3, 0)
+    assert asked == [(b"file", 3)]
+
+
 # ------------------------------------------------------------------------------------------------------ engines
 
 

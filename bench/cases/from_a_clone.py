@@ -15,6 +15,7 @@ def _prepare(device: Device) -> Work:
 
 _TOLD = {
     "kernels/peers": "the operators of other libraries beside those of rlcore",
+    "race": "steps of GRPO from end to end, beside TRL's GRPOTrainer",
     "weight_sync/vllm": "new weights for real vLLM, and the turn around it",
 }
 

@@ -22,7 +22,7 @@ from rlcore.process.python_command import python_code
 
 STEPS = 100
 SEEDS = (0, 1, 2, 3, 4)
-ACCURACY = 0.95
+ACCURACY = 0.98
 """Greedy, on held-out problems, that a run must reach."""
 CONTROL_GAIN = 0.05
 """The gain in accuracy that the control must not exceed."""

@@ -47,11 +47,15 @@ class ExportRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             DamageError: it differs, or cannot be read.
             FileNotFoundError: it is not there.
         """
+        self.check_origin(folder, name)
+        if name in self.weights:
+            TensorFile(folder / name).check_data()
+
+    def check_origin(self, folder: Path, name: str) -> None:
+        """Raise as ``check_file`` does, unless the export wrote the file; of one with weights, the header."""
         path = folder / name
         if name in self.weights:
-            file = TensorFile(path)
-            file.check_origin(self.stamp)
-            file.check_data()
+            TensorFile(path).check_origin(self.stamp)
             return
         with damage_of(path):
             if digest_of(path.read_bytes(), self.algorithm) != self.others[name]:
@@ -101,7 +105,7 @@ def _is_inside(name: str) -> bool:
 
 
 def check_free(folder: Path) -> None:
-    """Raise CheckpointError unless the folder is absent, empty, or holds what an export wrote and nothing else.
+    """Raise CheckpointError unless the folder is absent, empty, or holds files as an export wrote them and no other.
 
     Raises:
         OSError: it is no folder, or cannot be read.
@@ -128,6 +132,21 @@ def check_free(folder: Path) -> None:
             f"{folder} has files that no export wrote: {shown}; nothing there was touched. "
             "Move them away, or export to another folder"
         )
+    _check_unchanged(folder, record)
+
+
+def _check_unchanged(folder: Path, record: ExportRecord) -> None:
+    """Raise CheckpointError if somebody edited or replaced a file of the export; one that has gone is no loss."""
+    for name in (*record.others, *record.weights):
+        try:
+            record.check_origin(folder, name)
+        except FileNotFoundError:
+            continue
+        except DamageError as error:
+            raise CheckpointError(
+                f"{folder} has a file that was changed after its export: {error}; nothing there was touched. "
+                "Move this folder away, or export to another"
+            ) from error
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlcore.cli.bench_output import print_comparison, print_results, progress
-from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table, write_json
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, given_path, print_json, print_table, write_json
 from rlcore.errors import BenchError, InvalidInputError
 from rlcore.torch_import import import_torch
 
@@ -45,12 +45,15 @@ def list_cases(as_json: AsJson = False) -> None:
 @bench.command("run")
 def run(
     cases: Annotated[list[str] | None, typer.Argument(help='Such as "kernels/linear_loss", or "kernels".')] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the record.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=given_path, metavar="PATH", help="File for the record.")
+    ] = None,
     device: DeviceName = None,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything: minutes on an accelerator.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Everything, cases that take minutes too.")] = False,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="How often all is measured again, in new processes; more, less noise.")
+        int | None,
+        typer.Option(min=1, max=10_000, help="How often all is measured again, in new processes; more, less noise."),
     ] = None,
     within: Annotated[
         float | None, typer.Option(min=0.1, max=525_600, help="Minutes the run may last; what does not fit is skipped.")
@@ -196,7 +199,9 @@ def report_records(
     records: Annotated[
         list[Path], typer.Argument(help="One record or more; the first is what others are compared with.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File for the page.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", parser=given_path, metavar="PATH", help="File for the page.")
+    ] = Path("report.html"),
     price: Annotated[
         list[str] | None,
         typer.Option(help="USD an hour for one device of a record, by its file name.", metavar="NAME=USD"),

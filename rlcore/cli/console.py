@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -76,6 +77,13 @@ _GOOD = ("available", "native", "OK", "pass", "runs", "faster")
 _BAD = ("fail", "FAIL", "oom", "slower")
 _MISSING = ("blocked", "emulated", "skipped", "unsupported", "WARN")
 _COLOURS = dict.fromkeys(_GOOD, "green") | dict.fromkeys(_BAD, "red") | dict.fromkeys(_MISSING, "yellow")
+
+
+def given_path(text: str) -> Path:
+    """Return the path that an option names. An empty one is a shell variable without a value, not this folder."""
+    if not text:
+        raise typer.BadParameter("the path is empty; give a name, or . for this folder")
+    return Path(text)
 
 
 def print_json(value: Any) -> None:

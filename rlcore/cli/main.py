@@ -24,7 +24,7 @@ from rlcore import __version__
 from rlcore.cli.bench import bench
 from rlcore.cli.chaos import chaos
 from rlcore.cli.checkpoint import checkpoint
-from rlcore.cli.console import PLAIN, AsJson, DeviceName, print_json, print_table
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, given_path, print_json, print_table
 from rlcore.errors import RlcoreError, printable
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
@@ -106,7 +106,9 @@ def quickstart(
         int | None,
         typer.Option(min=1, help="Training steps in all, those before --resume included.", show_default="100"),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("outputs/quickstart"),
+    output: Annotated[Path, typer.Option(parser=given_path, metavar="PATH", help="Folder of the run.")] = Path(
+        "outputs/quickstart"
+    ),
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in the output folder, with the options that it has.")
     ] = False,
@@ -245,7 +247,7 @@ def version(as_json: AsJson = False) -> None:
 
 @app.command()
 def examples(
-    folder: Annotated[Path, typer.Argument(help="Folder for the programs.")],
+    folder: Annotated[Path, typer.Argument(parser=given_path, metavar="FOLDER", help="Folder for the programs.")],
     force: Annotated[bool, typer.Option("--force", help="Replace files of their names.")] = False,
 ) -> None:
     """Copy the example programs into a folder, to be read, run and changed."""

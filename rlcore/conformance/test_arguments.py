@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "a trace without a path": (
         "profiler.start",
         lambda device: device.profiler.start(None),
-        r"^start takes a str or Path as path, got None$",
+        r"^start takes a non-empty str or Path as path, got None$",
     ),
     "copies on no stream": (
         "memory.copy_batch",

@@ -74,10 +74,11 @@ def _check_all(report: _Reporter, importer: ImportingProcess) -> None:
             report.tell(_plugin(record))
     report.tell(CheckResult("plugins", "OK", "; ".join(_name(record) for record in records if not record.error)))
     report.run("operators", operators)
-    for kind in registry().devices:
+    kinds = [*registry().devices, *(kind for kind in registry().declared if device_info(kind).is_available)]
+    for kind in kinds:
         report.run(f"device {kind}", device, kind, timeout_s=Settings.from_env().probe_timeout_s + CHECK_TIMEOUT_S)
     report.run("default device", default_device)
-    for kind in registry().devices:
+    for kind in kinds:
         if (facts := launch(kind)).visible_devices_variable:
             report.run(f"visible {kind}", visible_devices, facts)
     for info in list_devices():

@@ -85,7 +85,9 @@ def test_json_has_null_for_what_is_no_number(capsys: pytest.CaptureFixture[str])
 
 def test_devices_as_json_holds_every_device_with_its_capabilities(rlcore_command: Run) -> None:
     found = json.loads(rlcore_command("devices", "--json", env={"CUDA_VISIBLE_DEVICES": ""}).stdout)
-    cpu, cuda, npu = found["devices"]
+    cpu, cuda, npu, *declared = found["devices"]
+    told = {(one["plugin"], one["is_available"], one["capabilities"]) for one in declared}
+    assert told == {("declared", False, None)}
     assert (npu["ray_resource"], npu["count"]) == ("NPU", 0)
     assert cpu.pop("count") >= 8, "slots for worker processes"
     capabilities = cpu.pop("capabilities")

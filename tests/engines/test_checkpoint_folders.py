@@ -303,6 +303,28 @@ def test_an_export_in_which_somebody_has_put_files_is_not_replaced(engine: rlcor
     assert verify(folder).is_whole
 
 
+def test_an_export_whose_files_somebody_changed_is_not_replaced(
+    engine: rlcore.TrainEngine, qwen2_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    engine.export(folder)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    for changed, data in (
+        (config, config.read_bytes().replace(b"{", b'{"note": "mine",', 1)),
+        (weights, (qwen2_folder / "model.safetensors").read_bytes()),
+    ):
+        own = changed.read_bytes()
+        changed.write_bytes(data)
+        before = contents(tmp_path)
+        with pytest.raises(CheckpointError, match=rf"a file that was changed after its export: .*{changed.name}: "):
+            engine.export(folder)
+        assert contents(tmp_path) == before
+        changed.write_bytes(own)
+    config.unlink()
+    engine.export(folder)
+    assert verify(folder).is_whole
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[" * 100_000, '{"schema": "rlcore.export/9"}'])
 def test_an_export_whose_list_of_files_is_damaged_is_not_replaced(
     engine: rlcore.TrainEngine, tmp_path: Path, text: str

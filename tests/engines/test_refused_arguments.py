@@ -30,9 +30,9 @@ def policy() -> Any:
 
 def test_of_a_train_engine(engine: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
-        r"save\(\) takes a str or Path as folder, got None": lambda: engine.save(None),
-        r"load\(\) takes a str or Path as folder, got None": lambda: engine.load(None),
-        r"export\(\) takes a str or Path as folder, got 3": lambda: engine.export(3),
+        r"save\(\) takes a non-empty str or Path as folder, got None": lambda: engine.save(None),
+        r"load\(\) takes a non-empty str or Path as folder, got None": lambda: engine.load(None),
+        r"export\(\) takes a non-empty str or Path as folder, got 3": lambda: engine.export(3),
         r"load_state_dict\(\) takes a mapping of tensors, as state_dict\(\) gives, as state, got None": lambda: (
             engine.load_state_dict(None)
         ),

@@ -263,8 +263,14 @@ def test_rlites_names_move_the_same(engine: rlcore.TrainEngine) -> None:
     assert engine.state == {"weights": "loaded", "optimizer": "loaded", "grads": "offloaded"}
     engine.to("meta")
     assert set(engine.state.values()) == {"released"}
-    with pytest.raises(InvalidInputError, match="takes one of cpu, meta, cuda, npu, got 'disk'"):
+
+
+def test_to_names_a_registered_device_by_its_kind(engine: rlcore.TrainEngine) -> None:
+    with pytest.raises(InvalidInputError, match=r"^to\(\) takes 'meta' or the name of a registered device: no "):
         engine.to("disk")
+    for wrong in ("cuda:1", torch.device("cuda"), None):
+        with pytest.raises(InvalidInputError, match=r"takes the name of a kind of device.* build\(devices=...\); got "):
+            engine.to(wrong)  # type: ignore[arg-type]
 
 
 def test_a_module_without_engine_can_be_offloaded() -> None:

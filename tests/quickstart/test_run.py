@@ -652,5 +652,5 @@ def test_it_learns_from_rewards_and_from_nothing_else(start: Start, tmp_path: Pa
     if is_control:
         assert after - before <= 0.05
     else:
-        assert after >= 0.95
+        assert after >= 0.98
     assert max(line["parity"] for line in steps[1:]) < logprob_rounding(tmp_path / "run" / "model", MOST_TOKENS)

@@ -1,0 +1,145 @@
+"""The race: steps of GRPO from end to end, by rlcore's engines with vLLM and by TRL's GRPOTrainer with vLLM.
+
+Both sides have one device, the same model folder, prompts, completions of the same number and length, optimizer and
+precision, and each the settings that its own documentation gives for speed. A side is a program of its own, so that it
+has the device to itself (``race_sides.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlcore.bench import steps
+from rlcore.bench.case import Case, Contender, Quantity, Work, expect
+from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Folder, ModelShape
+from rlcore.device import Device
+from rlcore.errors import BenchError, MissingDependencyError
+from rlcore.process.python_command import python_command
+
+PHASES = ("generate", "sync", "old_logprob", "rest")
+"""The parts of a step that both sides tell. "rest": rewards, the update, and what moves between host and device."""
+_TIMEOUT_S = 560.0
+_SAID = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class RaceLoad:
+    """The work of a side, told to it as JSON."""
+
+    folder: str
+    device: str
+    vocabulary: int
+    prompts: int = 32
+    samples: int = 8
+    prompt_tokens: int = 128
+    new_tokens: int = 512
+    """The tokens of every completion: neither side gains from lengths that differ."""
+    sequences_at_once: int = 16
+    """Sequences of a micro-batch."""
+    recomputes: bool = False
+    """Compute activations again in the backward, for models that have no room for them."""
+    kv_cache_bytes: int = 24 << 30
+    steps: int = 4
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of a step."""
+        return self.prompts * self.samples * self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SideTimes:
+    """The seconds of each step and of its phases, without the first step, and the most memory used."""
+
+    seconds: list[float]
+    phases: dict[str, list[float]]
+    peak_bytes: int
+    parity: float
+    """The mean difference of log-probs, in nats a token, between sampler and trainer in the last step."""
+
+
+def _run(side: str, load: RaceLoad) -> SideTimes:
+    steps.begin(side)
+    with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
+        result = Path(folder, "times.json")
+        done = subprocess.run(
+            python_command(f"rlcore.bench.cases.peers.race_sides:{side}", json.dumps(asdict(load)), result),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_S,
+        )
+        if done.returncode != 0 or not result.exists():
+            raise BenchError(f"{side} ended with exit code {done.returncode}: {done.stdout.strip()[-_SAID:]}")
+        return SideTimes(**json.loads(result.read_text()))
+
+
+def _check(times: SideTimes) -> None:
+    expect(0 <= times.parity < 0.1, f"log-probs of sampler and trainer differ by {times.parity:.2e} nats in the mean")
+
+
+def _quantities(times: SideTimes, num_tokens: int) -> Mapping[str, Quantity]:
+    phases = {name: Quantity(times.phases[name], "s") for name in PHASES}
+    return phases | {
+        "new_tokens": Quantity([num_tokens / seconds for seconds in times.seconds], "token/s"),
+        "steps_per_hour": Quantity([3600 / seconds for seconds in times.seconds], "1/h"),
+        "peak": Quantity(float(times.peak_bytes), "B"),
+    }
+
+
+def _prepare(shape: ModelShape, changes: Mapping[str, Any], device: Device) -> Work:
+    try:
+        import trl
+        import vllm
+    except ImportError as error:
+        raise MissingDependencyError(error.name or "trl", needed_for="this case", extra="vllm") from error
+    is_host = device.spec.is_host
+    shape = TINY if is_host else shape
+    if is_host:
+        changes = {"prompts": 2, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "sequences_at_once": 4,
+            "kv_cache_bytes": 1 << 26}  # fmt: skip
+    steps.begin("model folder")
+    folder = Folder(shape, torch.float32 if is_host else torch.bfloat16, device)
+    load = replace(RaceLoad(str(folder.path), device.name, shape.vocabulary), **changes)
+    shown = {name: getattr(load, name) for name in ("prompts", "samples", "prompt_tokens", "new_tokens", "recomputes")}
+    contenders = tuple(
+        Contender(
+            name,
+            functools.partial(_run, side, load),
+            _check,
+            seconds=lambda times: times.seconds,
+            quantities=lambda times: _quantities(times, load.num_tokens),
+        )
+        for name, side in (("rlcore", "rlcore_side"), ("trl", "trl_side"))
+    )
+    params = {"model": shape.name, **shown, "devices": 1, "trl": trl.__version__, "vllm": vllm.__version__}
+    return Work(contenders, params, num_runs=1, close=folder.close)
+
+
+def _case(name: str, shape: ModelShape, estimate_s: float, **changes: Any) -> Case:
+    told = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, both with vLLM"
+    return Case(
+        f"race/{name}",
+        told,
+        functools.partial(_prepare, shape, changes),
+        effort="full",
+        estimate_s=estimate_s,
+        device_estimate_s=estimate_s,
+    )
+
+
+cases = (
+    _case("1.5b", QWEN_1_5B, 300.0),
+    _case("7b", QWEN_7B, 500.0, prompts=16, sequences_at_once=8, recomputes=True, steps=3),
+)

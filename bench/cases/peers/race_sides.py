@@ -1,0 +1,266 @@
+"""The two sides of the race, each a program: it takes a load as JSON and the path of the file for its times."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.bench.cases.peers.race import PHASES, RaceLoad
+from rlcore.device import Device
+from rlcore.engines.batch import collate
+from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.train import TrainEngine
+from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.kernels.returns.group_advantage import group_advantage
+from rlcore.meta import meta_device
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.registry import get_device
+
+_LEARNING_RATE = 1e-6
+_CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
+_POLL_S = 0.02
+
+
+class Stopwatch:
+    """Seconds of each step and of the phases in it, and the most device memory that anybody used meanwhile."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.steps: list[float] = []
+        self.phases: dict[str, list[float]] = {name: [] for name in PHASES}
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._started = 0.0
+        self.peak_bytes = 0
+        threading.Thread(target=self._poll, daemon=True).start()
+
+    def _poll(self) -> None:
+        while True:
+            memory = self._device.memory.info()
+            self.peak_bytes = max(self.peak_bytes, memory.total_bytes - memory.free_bytes)
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._device.synchronize()
+        self._spent[name] += time.perf_counter() - started
+
+    def begin(self) -> None:
+        self._device.synchronize()
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        self._device.synchronize()
+        seconds = time.perf_counter() - self._started
+        self._spent["rest"] = seconds - sum(self._spent.values())
+        self.steps.append(seconds)
+        for name, spent in self._spent.items():
+            self.phases[name].append(spent)
+
+    def write(self, path: Path, parity: float) -> None:
+        """Write the times of all steps but the first, which compiles and allocates."""
+        times = {
+            "seconds": self.steps[1:],
+            "phases": {name: spent[1:] for name, spent in self.phases.items()},
+            "peak_bytes": self.peak_bytes,
+            "parity": parity,
+        }
+        path.write_text(json.dumps(times))
+
+
+def _reward(text: str) -> float:
+    """Return the share of even tokens: the text of a token is its number."""
+    words = text.split()
+    return sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
+
+
+def _tokenizer(load: RaceLoad) -> Any:
+    """Return a tokenizer to which the text of a token is its number, and write it beside the model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(load.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", eos_token="1")
+    fast.save_pretrained(load.folder)
+    return fast
+
+
+def _prompts(load: RaceLoad) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[int]] = torch.randint(
+        2, load.vocabulary, (load.prompts, load.prompt_tokens), generator=generator
+    ).tolist()
+    return found
+
+
+def _max_length(load: RaceLoad) -> int:
+    return load.prompt_tokens + load.new_tokens
+
+
+# ------------------------------------------------------------------------------------------------------- rlcore
+
+
+def rlcore_side(told: str, result: str) -> None:
+    """Make the steps with rlcore's engines: compiled blocks, bfloat16 computation, float32 weights and Adam."""
+    load = RaceLoad(**json.loads(told))
+    device = get_device(load.device)
+    watch, tokenizer = Stopwatch(device), _tokenizer(load)
+    train, infer = TrainEngine(_learner(load)), InferenceEngine(load.folder, executor="vllm")
+    is_host = device.spec.is_host
+    train.build(
+        devices=load.device,
+        dtype="float32",
+        compute_dtype="float32" if is_host else "bfloat16",
+        activation_checkpointing="selective" if load.recomputes else False,
+        compile=not is_host,
+        onload=False,
+    )
+    infer.build(
+        colocate_with=train,
+        dtype="float32" if is_host else "bfloat16",
+        max_model_len=_max_length(load),
+        max_num_seqs=load.prompts * load.samples,
+        kv_cache_memory_bytes=load.kv_cache_bytes,
+        enforce_eager=is_host,
+    )
+    sampling = {"n": load.samples, "max_tokens": load.new_tokens, "ignore_eos": True}
+    parity = 0.0
+    for number in range(load.steps):
+        watch.begin()
+        with watch.phase("generate"):
+            outputs = infer.generate(_prompts(load), {**sampling, "seed": number}, progress=False)
+        texts = [tokenizer.batch_decode([answer.token_ids for answer in output.outputs]) for output in outputs]
+        rewards = torch.tensor([[_reward(text) for text in answers] for answers in texts])
+        batch = collate(outputs, advantages=group_advantage(rewards))
+        infer.meta()
+        train.onload()
+        most = load.sequences_at_once * _max_length(load)
+        with watch.phase("old_logprob"):
+            old = train.forward_logprobs(batch, max_tokens_per_micro_batch=most)
+        parity = _difference(old, batch["old_logprobs"], batch["loss_mask"])
+        loss = ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH)
+        train.train_batch({**batch, "old_logprobs": old}, loss, max_tokens_per_micro_batch=most)
+        train.offload("optimizer", "grads")
+        infer.onload("weights")
+        with watch.phase("sync"):
+            train.sync_weights(infer)
+        train.offload()
+        infer.onload("kv_cache")
+        watch.end()
+    watch.write(Path(result), parity)
+    train.close()
+    infer.close()
+
+
+def _difference(one: Tensor, other: Tensor, mask: Tensor) -> float:
+    return float((one - other).abs()[mask].mean())
+
+
+def _learner(load: RaceLoad) -> HuggingFaceTrainModule:
+    from transformers import Qwen2ForCausalLM
+
+    class RacingPolicy(HuggingFaceTrainModule, Qwen2ForCausalLM):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
+
+    with meta_device():
+        policy: HuggingFaceTrainModule = RacingPolicy.from_pretrained(load.folder)
+    return policy
+
+
+# ---------------------------------------------------------------------------------------------------------- TRL
+
+
+def trl_side(told: str, result: str) -> None:
+    """Make the steps with TRL: colocated vLLM that sleeps, Liger's layers, bfloat16 autocast, fused AdamW."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    load = RaceLoad(**json.loads(told))
+    device = get_device(load.device)
+    is_host = device.spec.is_host
+    watch, tokenizer = Stopwatch(device), _tokenizer(load)
+
+    class Timed(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            watch.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            watch.end()
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [_reward(completion) for completion in completions]
+
+    sequences = load.prompts * load.samples
+    arguments = GRPOConfig(
+        output_dir=str(Path(result).parent / "trl"),
+        max_steps=load.steps,
+        per_device_train_batch_size=load.sequences_at_once,
+        gradient_accumulation_steps=sequences // load.sequences_at_once,
+        num_generations=load.samples,
+        max_completion_length=load.new_tokens,
+        generation_kwargs={"ignore_eos": True},
+        learning_rate=_LEARNING_RATE,
+        lr_scheduler_type="constant",
+        epsilon=_CLIP_LOW,
+        epsilon_high=_CLIP_HIGH,
+        gradient_checkpointing=load.recomputes,
+        bf16=not is_host,
+        use_cpu=is_host,
+        use_liger_kernel=not is_host,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_enable_sleep_mode=not is_host,
+        vllm_gpu_memory_utilization=_utilization(load, device),
+        vllm_max_model_length=_max_length(load),
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    prompts = [" ".join(map(str, prompt)) for prompt in _prompts(load)]
+    trainer = GRPOTrainer(
+        model=load.folder,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        callbacks=[Timed()],
+    )
+    _time(trainer.vllm_generation, "sync_weights", watch, "sync")
+    _time(trainer.vllm_generation, "generate", watch, "generate")
+    _time(trainer, "_get_per_token_logps_and_entropies", watch, "old_logprob", when=lambda: not torch.is_grad_enabled())
+    trainer.train()
+    told_differences = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history[:-1]]
+    watch.write(Path(result), told_differences[-1])
+
+
+def _utilization(load: RaceLoad, device: Device) -> float:
+    """Return vLLM's share of the device: weights in bfloat16, the cache, and a rest for what its kernels need."""
+    weights = sum(file.stat().st_size for file in Path(load.folder).glob("*.safetensors"))
+    return (1.3 * weights + load.kv_cache_bytes + (4 << 30)) / device.memory.info().total_bytes
+
+
+def _time(owner: Any, method: str, watch: Stopwatch, phase: str, *, when: Callable[[], bool] = lambda: True) -> None:
+    """Replace a method by one that is timed as a phase, in the calls for which ``when`` holds."""
+    original = getattr(owner, method)
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        with watch.phase(phase) if when() else contextlib.nullcontext():
+            return original(*arguments, **options)
+
+    setattr(owner, method, timed)
