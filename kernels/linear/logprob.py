@@ -69,7 +69,8 @@ def linear_logprob(
         targets: [T], or [..., T]; int64 or int32 token ids, or ``ignore_index``.
         bias: [V], any float dtype.
         temperature: the sampler's; > 0, a float or one for each target.
-        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
+        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature. A head
+            that scales by s first and then caps at c, as TRL's, is ``softcap=c / s, logit_scale=s``.
         logit_scale: > 0; multiplies the logits.
         with_entropy: also the (differentiable) entropy.
         ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever they hold.
