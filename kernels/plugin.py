@@ -38,8 +38,9 @@ def rlcore_register_ops(register: RegisterOp) -> None:
     for op, module in _LOGPROB_OPERATORS.items():
         builtin(op, "reference", 0, f"{module}:{op}_reference", "plugin:reference_refusal")
         builtin(op, "chunked", 10, f"{module}:{op}_chunked", "plugin:chunked_refusal")
-    for op in ("linear_logprob", "linear_loss"):
-        builtin(op, "vocab_parallel", 15, f"linear.vocab_parallel:{op}_vocab_parallel", "plugin:vocab_parallel_refusal")
+    for op, module in _LOGPROB_OPERATORS.items():
+        path = f"{module.partition('.')[0]}.vocab_parallel:{op}_vocab_parallel"
+        builtin(op, "vocab_parallel", 15, path, "plugin:vocab_parallel_refusal")
     for op in _RECURRENCES:
         builtin(op, "reference", 0, f"returns.scan:{op}_reference")
         builtin(op, "scan", 10, f"returns.scan:{op}_scan")
@@ -57,7 +58,7 @@ def reference_refusal(query: Query) -> str | None:
 
 def chunked_refusal(query: Query) -> str | None:
     if "group" in query.options:
-        return "it needs all vocabulary rows on one rank; gather the weight and leave out group="
+        return "it needs the whole vocabulary on one rank; gather it and leave out group="
     return None
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 import torch
@@ -87,7 +87,8 @@ class ScaledRows:
     def reshaped(self, shape: Sequence[int]) -> ScaledRows:
         factor = self.inverse_temperature
         factor = factor.reshape(shape) if isinstance(factor, Tensor) else factor
-        return replace(self, labels=self.labels.reshape(shape), inverse_temperature=factor)
+        is_elsewhere = None if self.is_elsewhere is None else self.is_elsewhere.reshape(shape)
+        return ScaledRows(self.labels.reshape(shape), self.ignore_index, factor, is_elsewhere)
 
     def zero_ignored_rows(self, values_TX: Tensor) -> Tensor:
         """Return ``values_TX`` with 0 in ignored rows. Nothing that they held, NaN included, gets into a sum."""

@@ -14,7 +14,7 @@ from rlcore.kernels.triton_programs import limits
 from rlcore.registry import specs_of
 
 _TILED_ARCH = 90
-_SPLIT = "it needs all vocabulary rows on one rank; gather the weight and leave out group="
+_SPLIT = "it needs the whole vocabulary on one rank; gather it and leave out group="
 
 
 def rows_refusal(query: Query) -> str | None:

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from rlcore.engines.batch import collate as collate
     from rlcore.engines.inference import InferenceEngine as InferenceEngine
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel
-    from rlcore.engines.offload.group import offloaded as offloaded
+    from rlcore.engines.offload.standalone import Offloader as Offloader
+    from rlcore.engines.offload.standalone import offloaded as offloaded
     from rlcore.engines.runtime import init as init
     from rlcore.engines.sampling.completion import RequestOutput as RequestOutput
     from rlcore.engines.swapping.swap import swap as swap
     from rlcore.engines.train import TrainEngine as TrainEngine
     from rlcore.engines.weight_sync.api import WeightReceiver as WeightReceiver
     from rlcore.engines.weight_sync.api import WeightSender as WeightSender
+    from rlcore.engines.weight_sync.channels.connections import accept_controls as accept_controls
+    from rlcore.engines.weight_sync.channels.connections import connect_control as connect_control
+    from rlcore.engines.weight_sync.channels.control import Control as Control
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
     from rlcore.meta import meta_device as meta_device
@@ -29,21 +33,25 @@ if TYPE_CHECKING:
     from rlcore.types import DeviceSpec as DeviceSpec
 
 _HOME = {
+    "Control": "rlcore.engines.weight_sync.channels.control",
     "DeviceSpec": "rlcore.types",
     "InferenceEngine": "rlcore.engines.inference",
     "NeedParallel": "rlcore.engines.need_parallel",
+    "Offloader": "rlcore.engines.offload.standalone",
     "RequestOutput": "rlcore.engines.sampling.completion",
     "RlcoreError": "rlcore.errors",
     "TrainEngine": "rlcore.engines.train",
     "WeightReceiver": "rlcore.engines.weight_sync.api",
     "WeightSender": "rlcore.engines.weight_sync.api",
+    "accept_controls": "rlcore.engines.weight_sync.channels.connections",
     "collate": "rlcore.engines.batch",
+    "connect_control": "rlcore.engines.weight_sync.channels.connections",
     "get_device": "rlcore.registry",
     "hookimpl": "rlcore.hookspecs",
     "init": "rlcore.engines.runtime",
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.meta",
-    "offloaded": "rlcore.engines.offload.group",
+    "offloaded": "rlcore.engines.offload.standalone",
     "swap": "rlcore.engines.swapping.swap",
 }
 

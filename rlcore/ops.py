@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rlcore.kernels.losses.interface import LossFn as LossFn
     from rlcore.kernels.losses.interface import LossOutput as LossOutput
     from rlcore.kernels.losses.interface import sequence_level as sequence_level
+    from rlcore.kernels.losses.off_policy import opsm as opsm
+    from rlcore.kernels.losses.on_policy import on_policy as on_policy
     from rlcore.kernels.losses.penalty import entropy_bonus as entropy_bonus
     from rlcore.kernels.losses.penalty import kl as kl
     from rlcore.kernels.losses.policy import ppo_clip as ppo_clip
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from rlcore.kernels.losses.sequences import sequence_mean as sequence_mean
     from rlcore.kernels.losses.token_weights import token_weights as token_weights
     from rlcore.kernels.losses.value import value_loss as value_loss
+    from rlcore.kernels.losses.vespo import vespo as vespo
     from rlcore.kernels.packing import balance as balance
     from rlcore.kernels.packing import inverse_permutation as inverse_permutation
     from rlcore.kernels.packing import pack as pack

@@ -1,17 +1,47 @@
-"""A process, as root one of another user, that connects to a listener as often as it is told, and stays connected."""
+"""A process, as root one of another user, that connects to a listener as often as it is told, and stays connected.
+
+And what a system may not give to whom the tests run as: to be told from other users, and filters of sockets.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 ANOTHER_USER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+told_from_others = pytest.mark.skipif(
+    os.getuid() == int(Path("/proc/sys/kernel/overflowuid").read_text()),
+    reason="this user's id stands for all that the kernel has no id for",
+)
+
+
+_SO_ATTACH_FILTER = 26
+
+
+def _takes_filters() -> bool:
+    """Return False where the kernel refuses, as some do to who is not root; groups form there, too."""
+    accept_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0xFFFFFFFF))
+    with socket.socket() as any_socket:
+        try:
+            any_socket.setsockopt(
+                socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(accept_all))
+            )
+        except OSError:
+            return False
+    return True
+
+
+filters_sockets = pytest.mark.skipif(not _takes_filters(), reason="this system refuses this user a filter of a socket")
 
 _PROGRAM = """
 import os, resource, socket, sys

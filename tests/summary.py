@@ -21,7 +21,7 @@ ELSEWHERE = {
         f"rlcore.conformance.{name}"
         for name in (
             *("accuracy", "bits", "collective_tasks", "ipc_tasks", "launch_tasks", "memory_tasks"),
-            *("peer", "plugin", "promise", "under_test", "work"),
+            *("plugin", "promise", "under_test", "work"),
             *("test_arguments", "test_capabilities", "test_collectives", "test_host_memory", "test_identity"),
             *("test_indices", "test_ipc", "test_launch", "test_memory", "test_profiler", "test_streams"),
             *("test_training", "test_values"),
@@ -30,7 +30,7 @@ ELSEWHERE = {
     "tests/conformance/test_executor_conformance.py": tuple(
         f"rlcore.conformance.{name}"
         for name in (
-            *("ends", "reference", "tiny_model"),
+            *("ends", "reference"),
             *("inference_executor", "inference_executor.conftest", "inference_executor.test_ends"),
             *("inference_executor.test_generate", "inference_executor.test_moves"),
             *("inference_executor.test_requests", "inference_executor.test_weights"),

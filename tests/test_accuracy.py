@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding, rounding
+from tests.accuracy import (
+    assert_as_accurate,
+    assert_parts_as_accurate,
+    assert_same_bits,
+    assert_within_rounding,
+    rounding,
+)
 
 
 def one_by_one(terms_NT: Tensor) -> Tensor:
@@ -64,6 +71,58 @@ def test_of_several_results_each_is_measured_by_its_own_size() -> None:
         assert_as_accurate(wrong, found, exact)
     with pytest.raises(AssertionError, match="shapes"):
         assert_as_accurate(found[:1], found, exact)
+
+
+def exact_weights() -> dict[str, Tensor]:
+    """A large matrix, and a bias as after a step from 0."""
+    options: Any = {"generator": torch.Generator().manual_seed(3), "dtype": torch.float64}
+    return {"weight": torch.randn(64, 64, **options), "bias": 1e-3 * torch.randn(16, **options)}
+
+
+def weights_of(exact: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """The weights in float32, with errors of the bias that have one cause and half the size of the matrix's."""
+    cause = 1e-8 * torch.randn((), generator=generator) * torch.linspace(-1.7, 1.7, 16)
+    return {"weight": exact["weight"].float(), "bias": (exact["bias"] + cause).float()}
+
+
+def test_a_few_elements_of_one_cause_are_as_accurate_however_lucky_their_reference_is() -> None:
+    generator, exact, alarms = torch.Generator().manual_seed(4), exact_weights(), 0
+    for _ in range(200):
+        found, reference = weights_of(exact, generator), weights_of(exact, generator)
+        assert_parts_as_accurate(found, reference, exact)
+        try:
+            assert_as_accurate(found["bias"], reference["bias"], exact["bias"])
+        except AssertionError:
+            alarms += 1
+    assert alarms > 10, "by its own reference alone a right one is refused now and then"
+
+
+DEFECTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a scale of 1.001": lambda bias: bias * 1.001,
+    "a term of a thousand is missing": lambda bias: bias - bias.abs().mean() / 1000,
+    "bfloat16": lambda bias: bias.bfloat16().float(),
+    "the other sign": lambda bias: -bias,
+    "one element is another": lambda bias: bias.index_fill(0, torch.tensor([5]), float(bias[4])),
+    "one element is off by a thousandth": lambda bias: bias + bias.abs().max() / 1000 * torch.eye(16)[7],
+    "two elements have changed places": lambda bias: bias[[1, 0, *range(2, 16)]],
+    "it was not trained": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_a_defect_of_a_few_small_elements_is_found_beside_many_large_ones(defect: Callable[[Tensor], Tensor]) -> None:
+    generator, exact = torch.Generator().manual_seed(5), exact_weights()
+    found, reference = weights_of(exact, generator), weights_of(exact, generator)
+    with pytest.raises(AssertionError, match=r"bias: error .* \(root mean square\), at most|all weights: error"):
+        assert_parts_as_accurate(found | {"bias": defect(found["bias"])}, reference, exact)
+
+
+def test_parts_of_other_names_and_shapes_are_refused() -> None:
+    exact = {"weight": torch.ones(16, dtype=torch.float64)}
+    with pytest.raises(AssertionError, match="weights: names differ"):
+        assert_parts_as_accurate({"bias": torch.ones(16)}, exact, exact)
+    with pytest.raises(AssertionError, match="weights: shapes"):
+        assert_parts_as_accurate({"weight": torch.ones(4, 4)}, exact, exact)
 
 
 def test_few_roundings_are_counted_each_and_many_by_their_root() -> None:

@@ -88,7 +88,7 @@ ROOMS = {
     ),
     "kernels": (
         ("_torch_private", "dispatch", "operands", "softmax_rows", "chunks", "cu_seqlens", "packing",
-            "triton_programs"),
+            "triton_programs", "vocab_shard"),
         ("autograd", "losses", "returns", "strided_copy", "triton_target"),
         ("token",),
         ("linear",),
@@ -124,10 +124,10 @@ Rule = Callable[[Path], list[str]]
 
 def broken_links(root: Path) -> list[str]:
     found = []
-    for folder in LINKED:
-        link = root / "rlcore" / folder
-        if not (link.is_symlink() and link.readlink() == Path("..", folder) and link.is_dir()):
-            found.append(f"rlcore/{folder} is not a link to ../{folder}")
+    for link in (*(f"rlcore/{folder}" for folder in LINKED), "src/rlcore"):
+        target = Path("..", Path(link).name)
+        if not ((root / link).is_symlink() and (root / link).readlink() == target and (root / link).is_dir()):
+            found.append(f"{link} is not a link to {target}")
     return found
 
 
@@ -450,6 +450,8 @@ def plant(root: Path, file: str, text: str) -> Path:
     (root / "rlcore").mkdir(exist_ok=True)
     for folder in LINKED:
         (root / "rlcore" / folder).symlink_to(Path("..", folder))
+    (root / "src").mkdir()
+    (root / "src" / "rlcore").symlink_to(Path("..", "rlcore"))
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)
     return root
@@ -469,6 +471,13 @@ def test_a_link_to_the_wrong_folder_is_found(tmp_path: Path, folder: str) -> Non
     (root / "rlcore" / folder).unlink()
     (root / "rlcore" / folder).symlink_to(Path("..", "engines"))
     assert broken_links(root) == [f"rlcore/{folder} is not a link to ../{folder}"]
+
+
+def test_a_package_in_the_place_of_the_link_for_installations_is_found(tmp_path: Path) -> None:
+    root = plant(tmp_path, "rlcore/errors.py", "")
+    (root / "src" / "rlcore").unlink()
+    (root / "src" / "rlcore").mkdir()
+    assert broken_links(root) == ["src/rlcore is not a link to ../rlcore"]
 
 
 def test_a_package_in_the_root_is_found(tmp_path: Path) -> None:

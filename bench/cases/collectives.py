@@ -93,9 +93,11 @@ def bus_factor(op: Op, size: int) -> float:
     return {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(op, (size - 1) / size)
 
 
-def _prepare(op: Op, sizes: tuple[int, ...], device: Device) -> Work:
+def _prepare(op: Op, is_large: bool, device: Device) -> Work:
     ranks = _HOST_RANKS if device.spec.is_host else device.count()
-    sizes = tuple(nbytes for nbytes in sizes if nbytes <= _HOST_LARGEST or not device.spec.is_host)
+    sizes = tuple(
+        nbytes for nbytes in (_LARGE if is_large else _SMALL) if nbytes <= _HOST_LARGEST or not device.spec.is_host
+    )
     if ranks < 2:
         raise UnsupportedError("a collective", f"there is one {device.spec.name} device")
     names = [f"{device.spec.name}:{index}" for index in range(ranks)]
@@ -139,11 +141,11 @@ def _measured(nbytes: int, factor: float, seconds: Sequence[list[float]], is_rig
 
 
 def _case(op: Op, *, is_large: bool) -> Case:
-    sizes, span = (_LARGE, "128 MiB and 1 GiB (on a host the first)") if is_large else (_SMALL, "8 B to 16 MiB")
+    span = "128 MiB and 1 GiB (on a host the first)" if is_large else "8 B to 16 MiB"
     return Case(
         f"collectives/{op}{'_large' * is_large}",
         f"{op.replace('_', '-')} of {span} over all devices",
-        functools.partial(_prepare, op, sizes),
+        functools.partial(_prepare, op, is_large),
         effort="full" if is_large else "standard",
         estimate_s=12.0,
         timeout_s=900.0,

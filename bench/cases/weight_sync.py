@@ -23,7 +23,7 @@ from rlcore.bench.cases.workers import ask, worker_processes
 from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.offload.group import offloaded
+from rlcore.engines.offload.standalone import offloaded
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers, call_each
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions

@@ -6,7 +6,6 @@ A read of a freed storage is a segmentation fault, so the users of the tensors a
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import deque
@@ -24,8 +23,6 @@ from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.host_to_device import HostToDevice
 from rlcore.engines.offload.storages import distinct_storages, freeable_storages
 from rlcore.engines.offload.transfer import Transfer
-from rlcore.errors import InvalidInputError
-from rlcore.registry import get_device
 from rlcore.types import OffloadReport
 
 _NOTHING = OffloadReport(moved_bytes=0, freed_device_bytes=0, seconds=0.0, pinned=False, first_use=False)
@@ -251,46 +248,3 @@ def optimizer_tensors(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-@contextlib.contextmanager
-def offloaded(module: nn.Module, *optimizers: Optimizer) -> Iterator[OffloadReport]:
-    """Keep a module's weights and its optimizers' states in host memory inside the ``with`` block.
-
-    No engine is needed. Inside, the module and every optimizer of its parameters raise ``StateError`` when they are
-    used; the tensors themselves must not be touched. The host memory is kept for the next time.
-
-    Raises:
-        InvalidInputError: a module without parameters, or something else than a module and optimizers.
-    """
-    _check_offloadable(module, optimizers)
-    device = get_device(next(module.parameters()).device)
-
-    def tensors() -> Iterator[Tensor]:
-        yield from module.parameters()
-        yield from optimizer_tensors(optimizers)
-
-    def guard(up: Guard, state: str) -> None:
-        message = f"the tensors of this {type(module).__name__} are {state} inside `with offloaded(...)`"
-        up.guard_module(module, message)
-        up.guard_optimizers(optimizers, message)
-
-    group = OffloadGroup(device, tensors, guard)
-    report = group.offload()
-    try:
-        yield report
-    finally:
-        group.onload()
-
-
-def _check_offloadable(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    if not isinstance(module, nn.Module):
-        raise InvalidInputError(f"offloaded() takes a torch.nn.Module first, got {type(module).__name__}")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise InvalidInputError(
-                f"offloaded() takes torch.optim.Optimizer after the module, got {type(optimizer).__name__}; "
-                "give each optimizer by itself, and leave schedulers out"
-            )
-    if next(module.parameters(), None) is None:
-        raise InvalidInputError(f"offloaded() takes a module with parameters; this {type(module).__name__} has none")

@@ -32,7 +32,7 @@ class Guard:
             # before the hooks of FSDP, which read the weights
             self._handles.append(part.register_forward_pre_hook(refuse, prepend=True))
             self._handles.append(part.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            self._handles += [_Replaced(part, name, refuse) for name in _REPLACED]
+            self._handles += [_Replaced(part, name, message) for name in _REPLACED]
         parameters = frozenset(module.parameters())
 
         def refuse_theirs(optimizer: Optimizer, *_: Any) -> None:
@@ -48,7 +48,7 @@ class Guard:
             self._handles.append(optimizer.register_step_pre_hook(refuse))
             self._handles.append(optimizer.register_state_dict_pre_hook(refuse))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(refuse))
-            self._handles.append(_Replaced(optimizer, "__deepcopy__", refuse))
+            self._handles.append(_Replaced(optimizer, "__deepcopy__", message))
 
     def guard_steps(self, optimizers: Iterable[Optimizer], message: str) -> None:
         """Refuse ``step`` alone, which needs gradients."""
@@ -56,26 +56,42 @@ class Guard:
 
     def guard_zero_grad(self, owners: Iterable[nn.Module | Optimizer], message: str) -> None:
         """Refuse ``zero_grad``, which would not find the gradients that come back later."""
-        self._handles += [_Replaced(owner, "zero_grad", _refusal(message)) for owner in owners]
+        self._handles += [_Replaced(owner, "zero_grad", message) for owner in owners]
 
     def lift(self) -> None:
         _lift(self._handles)
 
 
-class _Replaced:
-    """Replaces a method of one object, for which torch has no hook."""
+class _Refuser:
+    """Stands for a method of one object as long as there are messages: several guards may refuse the same method."""
 
-    def __init__(self, owner: Any, name: str, by: Any) -> None:
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.messages: list[str] = []
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(self.messages[-1])
+
+
+class _Replaced:
+    """Refuses a method of one object, for which torch has no hook. Guards may be lifted in any order."""
+
+    def __init__(self, owner: Any, name: str, message: str) -> None:
         self._own = vars(owner)
-        self._name = name
-        self._before = self._own.get(name)
-        self._own[name] = by
+        self._name, self._message = name, message
+        before = self._own.get(name)
+        self._refuser = before if isinstance(before, _Refuser) else _Refuser(before)
+        self._refuser.messages.append(message)
+        self._own[name] = self._refuser
 
     def remove(self) -> None:
-        if self._before is None:
+        self._refuser.messages.remove(self._message)
+        if self._refuser.messages:
+            return
+        if self._refuser.before is None:
             del self._own[self._name]
         else:
-            self._own[self._name] = self._before
+            self._own[self._name] = self._refuser.before
 
 
 def _lift(handles: list[RemovableHandle | _Replaced]) -> None:

@@ -6,21 +6,28 @@
     receiver = rlcore.WeightReceiver(model, control)                      # in the inference process
     version = receiver.receive()
 
+In one thread, where trainer and engine take turns, the receiver is given to the sender in place of a channel:
+
+    receiver = rlcore.WeightReceiver(model)
+    sender = rlcore.WeightSender(trained.named_parameters, receiver)
+    sender.send(version=1)                                                # the receiver has them then
+
 The weights themselves take the routes of docs/weight_sync.md; the channel carries a few small messages a round. Both
 ends check all that comes; nothing is unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import cast
 
 import msgspec
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlcore.arguments import LIST, Kind, kind_of, takes
+from rlcore.arguments import LIST, Kind, kind_of, optional, takes
 from rlcore.collectives.default_group import all_gather_bytes
 from rlcore.engines.weight_sync.channels.control import CallTypes, Control, RemoteCall, RemoteResult, remote_peers, send
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, SpmdPeers, SyncPeers
@@ -30,9 +37,9 @@ from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.session import SyncSession
-from rlcore.engines.weight_sync.target import ModuleTarget, Target
+from rlcore.engines.weight_sync.target import ModuleTarget, NamedTensorsModule, Target
 from rlcore.engines.weight_sync.transports.base import Route
-from rlcore.errors import InvalidInputError, SyncError
+from rlcore.errors import InvalidInputError, StateError, SyncError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
 
@@ -65,9 +72,13 @@ _METHODS = {
 
 
 _CONTROL = Kind("a channel with send() and recv()", lambda value: hasattr(value, "send") and hasattr(value, "recv"))
-_CONTROLS = Kind(
-    f"{_CONTROL.words}, or a list of some,",
-    lambda value: all(map(_CONTROL.has, value)) if LIST.has(value) else _CONTROL.has(value),
+_END = Kind(
+    f"{_CONTROL.words}, or a WeightReceiver of this process",
+    lambda value: _CONTROL.has(value) or isinstance(value, WeightReceiver),
+)
+_ENDS = Kind(
+    f"{_END.words}, or a list of some,",
+    lambda value: all(map(_END.has, value)) if LIST.has(value) else _END.has(value),
 )
 _NAMED = Kind(
     "names and tensors, in a mapping or as pairs, or a function that gives them,",
@@ -76,7 +87,9 @@ _NAMED = Kind(
 
 
 class WeightSender:
-    """Gives named tensors to the receiver at the other end of a channel, or to several, who commit together.
+    """Gives named tensors to the receiver at the other end of a channel, or in this thread, or to several.
+
+    Several commit together.
 
     Where tensors are DTensors, every rank of the default torch.distributed group makes a sender with channels to
     receivers of its own, or none, and all call ``send`` together; each receiver gets all weights, in slices from all
@@ -85,12 +98,15 @@ class WeightSender:
     Args:
         named_tensors: names as the receiver's model has them, and tensors; or a function that gives them, called for
             each ``send``. The first pass fixes names, shapes, dtypes and sharding.
-        control: the channel, or one for each receiver.
+        control: the channel, or one for each receiver; or a ``WeightReceiver`` without a channel, of this process, or
+            a list of these. Then ``send`` does the receiver's part too, in the calling thread.
     """
 
-    @takes("WeightSender", named_tensors=_NAMED, control=_CONTROLS)
+    @takes("WeightSender", named_tensors=_NAMED, control=_ENDS)
     def __init__(
-        self, named_tensors: NamedTensors | Callable[[], NamedTensors], control: Control | Sequence[Control]
+        self,
+        named_tensors: NamedTensors | Callable[[], NamedTensors],
+        control: Control | WeightReceiver | Sequence[Control | WeightReceiver],
     ) -> None:
         if callable(named_tensors):
             get = named_tensors
@@ -106,12 +122,13 @@ class WeightSender:
         self._source = NamedSourceTensors(get, 1 if sharded is None else dist.get_world_size())
         self._sender = Sender(self._source, self._device)
         own: SyncPeers = LocalPeers("the sender", [self._sender])
-        remote = remote_peers(control, _METHODS)
+        remote = _peers(control)
         if sharded is None and not len(remote):
             raise InvalidInputError("WeightSender needs a control channel, got an empty list")
         if sharded is not None:
             own, remote = (SpmdPeers(one, self._all_gather, dist.get_rank()) for one in (own, remote))
         self._session = SyncSession(own, remote)
+        self._receivers = [end for end in _listed(control) if isinstance(end, WeightReceiver)]
         self._version = 0
 
     def _all_gather(self, data: bytes) -> list[bytes]:
@@ -128,7 +145,9 @@ class WeightSender:
         slab_bytes: int | None = None,
         timeout_s: float = 120.0,
     ) -> SyncReport:
-        """Give the receiver, which is in ``receive()``, the tensors as they are now; see ``TrainEngine.sync_weights``.
+        """Give the receiver, which is in ``receive()`` or has no channel, the tensors as they are now.
+
+        See ``TrainEngine.sync_weights``.
 
         Args:
             version: None is one more than the last.
@@ -146,7 +165,12 @@ class WeightSender:
             staging_bytes=staging_bytes_of(staging_bytes, slab_bytes),
             timeout_s=timeout_s,
         )
-        report = self._session.run(options, nullcontext)
+        try:
+            report = self._session.run(options, nullcontext)
+        except Exception as error:
+            for receiver in self._receivers:
+                error.add_note(f"The receiving model's weights {receiver._condition}")
+            raise
         self._version = report.version
         return report
 
@@ -167,26 +191,41 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Takes weights from the sender at the other end of a channel.
+    """Takes weights from the sender at the other end of a channel, or in the same thread.
 
     Args:
-        model: a module with the sender's names, or a ``Target`` for one that keeps its weights otherwise.
-        control: the channel.
+        model: a module with the sender's names; or names and tensors, which are written in place; or a ``Target`` for
+            an engine that keeps its weights otherwise.
+        control: the channel. None: this receiver is given to a ``WeightSender`` of this process.
     """
 
-    @takes("WeightReceiver", model=kind_of("a torch.nn.Module or a Target", nn.Module, Target), control=_CONTROL)
-    def __init__(self, model: nn.Module | Target, control: Control) -> None:
+    @takes(
+        "WeightReceiver",
+        model=kind_of("a torch.nn.Module, a mapping of names to tensors, or a Target", nn.Module, Mapping, Target),
+        control=optional(_CONTROL),
+    )
+    def __init__(self, model: nn.Module | Mapping[str, Tensor] | Target, control: Control | None = None) -> None:
+        if isinstance(model, Mapping):
+            model = NamedTensorsModule(model)
         if isinstance(model, nn.Module):
-            model = ModuleTarget(model, get_device(next(model.parameters()).device))
+            model = ModuleTarget(model, get_device(_first_parameter(model).device))
         self._receiver = Receiver(model)
         self._control = control
-        self.version: int | None = None
+
+    @property
+    def version(self) -> int | None:
         """Number of the weights of the last complete round; None before it."""
+        return self._receiver.version
 
     @property
     def is_whole(self) -> bool:
         """The model's weights are of one version. After a round that failed they may be a mixture: do not use them."""
         return self._receiver.is_whole
+
+    @property
+    def _condition(self) -> str:
+        """``is_whole`` in words."""
+        return "are whole" if self.is_whole else "are a mixture: do not use them before a complete receive() or send()"
 
     def receive(self, timeout_s: float = 120.0) -> int:
         """Wait for a round and take part in it; returns its version.
@@ -195,10 +234,13 @@ class WeightReceiver:
             timeout_s: the longest wait for any message.
 
         Raises:
+            StateError: this receiver has no channel.
             SyncError: the round failed, or the sender is gone; says whether the weights are whole.
         """
+        if self._control is None:
+            raise StateError("this WeightReceiver has no channel: its WeightSender's send() does its part too")
         while True:
-            request = self._request(timeout_s)
+            request = self._request(self._control, timeout_s)
             answer = self._answered(request)
             try:
                 send(self._control, answer, timeout_s)
@@ -206,13 +248,12 @@ class WeightReceiver:
                 raise self._failed(f"the sender is gone: {error}") from error
             if request.method == "abandon":
                 raise self._failed(f"the sender gave the round up: {self._receiver.why_abandoned}")
-            if request.method == "commit" and not answer.error:
-                self.version = self._receiver.version
+            if request.method == "commit" and not answer.error and self.version is not None:
                 return self.version
 
-    def _request(self, timeout_s: float) -> RemoteCall:
+    def _request(self, control: Control, timeout_s: float) -> RemoteCall:
         try:
-            return decoded(self._control.recv(timeout_s), RemoteCall, "request")
+            return decoded(control.recv(timeout_s), RemoteCall, "request")
         except SyncError as error:
             raise self._failed(str(error)) from error
         except TimeoutError as error:
@@ -234,9 +275,39 @@ class WeightReceiver:
 
     def _failed(self, why: str) -> SyncError:
         self._receiver.abandon()
-        state = "are whole" if self.is_whole else "are a mixture: do not use them before a complete receive()"
-        return SyncError(f"the weight sync failed: {why}. The model's weights {state}")
+        return SyncError(f"the weight sync failed: {why}. The model's weights {self._condition}")
 
     def close(self) -> None:
         """Let go of what belongs to the sender."""
         self._receiver.close()
+
+
+def _peers(control: Control | WeightReceiver | Sequence[Control | WeightReceiver]) -> SyncPeers:
+    """Return the receivers of a sender.
+
+    Raises:
+        InvalidInputError: some are at the other end of a channel and some in this process.
+    """
+    ends = _listed(control)
+    here = [end for end in ends if isinstance(end, WeightReceiver)]
+    if not here:
+        return remote_peers(cast(Control | Sequence[Control], control), _METHODS)
+    if len(here) < len(ends):
+        raise InvalidInputError(
+            f"WeightSender takes channels or receivers of this process, got {len(ends) - len(here)} and {len(here)}; "
+            "make a sender for each kind"
+        )
+    if any(receiver._control is not None for receiver in here):
+        raise InvalidInputError("WeightSender got a WeightReceiver that has a channel; give it the channel's other end")
+    return LocalPeers("the receiver", [receiver._receiver for receiver in here])
+
+
+def _listed(control: Control | WeightReceiver | Sequence[Control | WeightReceiver]) -> list[Control | WeightReceiver]:
+    return list(control) if isinstance(control, Sequence) else [control]
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter:
+    found = next(module.parameters(), None)
+    if found is None:
+        raise InvalidInputError(f"WeightReceiver takes a module with parameters; this {type(module).__name__} has none")
+    return found

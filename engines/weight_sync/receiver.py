@@ -60,8 +60,8 @@ class Receiver:
         self._buffer: Tensor | None = None
         self._group: SyncGroup | None = None
         self.why_abandoned = ""
-        self.version = 0
-        """Number of the weights of the last commit; 0 before it."""
+        self.version: int | None = None
+        """Number of the weights of the last commit; None before it."""
 
     @property
     def is_whole(self) -> bool:

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlcore.device import Device
-from rlcore.errors import SyncError
+from rlcore.errors import InvalidInputError, SyncError
 from rlcore.weights.catalog import named_tensors, stored_tensors
 from rlcore.weights.names import mismatch
 
@@ -105,6 +106,40 @@ class ModuleTarget(Target):
 
     def committed(self, version: int) -> None:
         """Drop nothing: a module keeps nothing of earlier weights."""
+
+
+class NamedTensorsModule(nn.Module):
+    """Named tensors as a module that computes nothing, whatever the names are.
+
+    Args:
+        tensors: are kept, and written in place.
+
+    Raises:
+        InvalidInputError: there is none, one is no dense tensor, or they are on several devices.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = dict(tensors)
+        if not self._tensors:
+            raise InvalidInputError("WeightReceiver takes at least one named tensor, got an empty mapping")
+        for name, tensor in self._tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+                raise InvalidInputError(
+                    f"WeightReceiver takes a mapping of names to tensors; {name!r} is {type(tensor).__name__}"
+                    + (": give this rank's part, to_local()" if isinstance(tensor, DTensor) else "")
+                )
+        if len(devices := {str(tensor.device) for tensor in self._tensors.values()}) > 1:
+            raise InvalidInputError(
+                f"WeightReceiver takes tensors on one device, got some on each of {', '.join(sorted(devices))}; "
+                "make a receiver for each device"
+            )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the tensors, which stand for parameters."""
+        yield from self._tensors.items()  # type: ignore[misc]
 
 
 def meta_copy(module: nn.Module) -> nn.Module:

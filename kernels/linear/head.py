@@ -27,7 +27,7 @@ from rlcore.kernels.softmax_rows import wide_dtype
 if TYPE_CHECKING:
     from torch.distributed import Work
 
-    from rlcore.kernels.linear.vocab_shard import VocabularyShard
+    from rlcore.kernels.vocab_shard import VocabularyShard
 
 Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of hidden states, weight and bias; None where not asked for."""

@@ -25,7 +25,7 @@ from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients,
 from rlcore.kernels.chunks import row_chunks
 from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
-from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
+from rlcore.kernels.linear.problem import FlatRows, HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
 from rlcore.kernels.operands import unlowered
 from rlcore.kernels.softmax_rows import (
     NO_ROWS,
@@ -36,7 +36,7 @@ from rlcore.kernels.softmax_rows import (
     statistics_,
     wide_dtype,
 )
-from rlcore.kernels.token.logprob import token_logprob_reference
+from rlcore.kernels.token.logprob import shaped_like, token_logprob_reference
 from rlcore.kernels.token.problem import LogitsProblem
 
 if TYPE_CHECKING:
@@ -61,12 +61,16 @@ def linear_logprob(
     """Return the log-probability of ``targets[t]`` given ``hidden[t]``, and the entropy, without ``[T, V]`` logits.
 
     Args:
-        hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
-        weight: [V, H], same dtype. May be the tied embedding.
-        targets: [T], int64 or int32 token ids, or ``ignore_index``.
+        hidden: [T, H], or [..., T, H] such as [N, L, H]; float32, bfloat16, float16 or float64; any strides. With
+            ``group`` also this rank's [T / G, H].
+        weight: [V, H], any of these dtypes. May be the tied embedding. Where the dtypes of hidden and weight differ,
+            both are used in the one to which torch promotes them: bfloat16 and float32 in float32, of which a copy is
+            made. Each gets its gradient in its own dtype, rounded once.
+        targets: [T], or [..., T]; int64 or int32 token ids, or ``ignore_index``.
         bias: [V], any float dtype.
-        temperature: the sampler's; > 0, a float or [T].
-        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
+        temperature: the sampler's; > 0, a float or one for each target.
+        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature. A head
+            that scales by s first and then caps at c, as TRL's, is ``softcap=c / s, logit_scale=s``.
         logit_scale: > 0; multiplies the logits.
         with_entropy: also the (differentiable) entropy.
         ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever they hold.
@@ -76,21 +80,22 @@ def linear_logprob(
         implementation: run this one or raise; None chooses.
 
     Returns:
-        ``(logprob, entropy)``, [T] float32 (float64 for float64 inputs), nats, <= 0 and >= 0; entropy is None
-        unless asked for. Differentiable in ``hidden``, ``weight`` and ``bias``. A bias of -inf takes its column out;
-        where it takes all, scores and gradients are NaN.
+        ``(logprob, entropy)``, shaped like ``targets``, float32 (float64 where hidden or weight is), nats, <= 0 and
+        >= 0; entropy is None unless asked for. Differentiable in ``hidden``, ``weight`` and ``bias``. A bias of -inf
+        takes its column out; where it takes all, scores and gradients are NaN.
 
     Raises:
         InvalidInputError: a shape, dtype, device or value outside the above.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
-    inputs = head_inputs(hidden, weight, bias, targets, group)
+    rows = FlatRows.of(hidden, targets, temperature)
+    inputs = head_inputs(rows.hidden, weight, bias, rows.targets, group)
     if torch.compiler.is_compiling() and group is None:
-        return linear_logprob_compiled(
+        found = linear_logprob_compiled(
             LinearLogprobCall(
                 *inputs,
-                targets,
-                *split_temperature(temperature),
+                rows.targets,
+                *split_temperature(rows.temperature),
                 softcap,
                 logit_scale,
                 with_entropy,
@@ -99,11 +104,13 @@ def linear_logprob(
                 implementation,
             )
         )
+        return shaped_like(targets, found)
     return _run(
         inputs,
+        rows.targets,
         targets,
         implementation,
-        temperature=temperature,
+        temperature=rows.temperature,
         softcap=softcap,
         logit_scale=logit_scale,
         with_entropy=with_entropy,
@@ -114,13 +121,13 @@ def linear_logprob(
 
 
 @graph_break("linear_logprob with group= exchanges statistics with other ranks")
-def _run(inputs: HeadInputs, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
-    problem = linear_head_problem(inputs, targets, **options)
+def _run(inputs: HeadInputs, target_T: Tensor, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
+    """Return the scores of ``target_T`` in the shape of ``targets``; all of it is one graph break."""
+    problem = linear_head_problem(inputs, target_T, **options)
     inputs = problem.whole(inputs)
     run = choose("linear_logprob", problem.query(inputs), implementation).fn
     with unlowered(inputs.hidden.device.type):
-        result: Logprobs = run(*inputs, problem)
-    return result
+        return shaped_like(targets, run(*inputs, problem))
 
 
 def linear_logprob_reference(

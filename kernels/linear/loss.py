@@ -34,13 +34,13 @@ from rlcore.kernels.linear.loss_in_chunks import (
     loss_in_two_passes,
     sequence_entries,
 )
-from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
-from rlcore.kernels.linear.vocab_shard import partial_statistics_
-from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
+from rlcore.kernels.linear.problem import FlatRows, HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
+from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, flat_tokens, loss_of_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, checked_edges, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, unlowered
 from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, gradient_, statistics_, wide_dtype
+from rlcore.kernels.vocab_shard import partial_statistics_
 from rlcore.settings import is_debugging
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 @graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
 @takes(
-    "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, cu_seqlens=optional(TENSOR),
-    bias=optional(TENSOR), ignore_index=WHOLE,
+    "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, stats_weight=optional(TENSOR),
+    cu_seqlens=optional(TENSOR), bias=optional(TENSOR), ignore_index=WHOLE,
 )  # fmt: skip
 def linear_loss(
     hidden: Tensor,
@@ -60,6 +60,7 @@ def linear_loss(
     *,
     per_token: Mapping[str, Tensor],
     token_weight: Tensor,
+    stats_weight: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     with_entropy: bool = True,
     bias: Tensor | None = None,
@@ -78,7 +79,11 @@ def linear_loss(
 
     Args:
         hidden: [T, H]; float32, bfloat16, float16 or float64; any strides. With ``group`` also this rank's [T / G, H].
-        weight: [V, H], same dtype. May be the tied embedding.
+            [..., T, H], such as [N, L, H], is taken as all rows one after the other: then targets, the entries of
+            per_token, token_weight, stats_weight and a tensor of temperatures have these leading dimensions, too, and
+            cu_seqlens counts all rows.
+        weight: [V, H], any of these dtypes. May be the tied embedding. Where the dtypes of hidden and weight differ,
+            both are used in the one to which torch promotes them, as in ``linear_logprob``.
         targets: [T], int64 or int32 token ids, or ``ignore_index``.
         loss_fn: see ``rlcore.kernels.losses.interface``; a plain PyTorch function of [t] vectors, run chunk
             by chunk (on whole sequences if marked ``@sequence_level``). Gradients flow to ``logprob`` and ``entropy``
@@ -86,12 +91,15 @@ def linear_loss(
             ``token_loss`` gives it one.
         per_token: [T] or [T, ...] tensors that ``loss_fn`` reads, without gradient.
         token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
+        stats_weight: [T], numbers >= 0 or bool, by which ``_mean`` statistics are averaged over the tokens that count;
+            None is ``token_weight``. The mask of tokens gives plain means over tokens, as peers report them.
         cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses. Reading it waits for its
             device: a CPU tensor costs nothing.
         with_entropy: compute the entropy; False passes None to ``loss_fn``.
         bias: [V], any float dtype.
         temperature: the sampler's; > 0, a float or [T].
-        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
+        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature. A head
+            that scales by s first and then caps at c, as TRL's, is ``softcap=c / s, logit_scale=s``.
         logit_scale: > 0; multiplies the logits.
         ignore_index: the target of rows that do not count.
         group: a process group over which the vocabulary is split.
@@ -109,8 +117,11 @@ def linear_loss(
             them.
         UnsupportedError: no implementation serves, or the one asked for refuses; with the reasons.
     """
+    if targets.dim() > 1:
+        per_token, token_weight, stats_weight = flat_tokens(targets, per_token, token_weight, stats_weight)
+    hidden, targets, temperature = FlatRows.of(hidden, targets, temperature)
     inputs = head_inputs(hidden, weight, bias, targets, group)
-    check_tokens("targets", targets, per_token, token_weight)
+    check_tokens("targets", targets, per_token, token_weight, stats_weight)
     token_weight, targets = _counted(token_weight.detach(), targets, ignore_index)
     check_no_nan("token_weight", token_weight)
     problem = linear_head_problem(
@@ -128,7 +139,9 @@ def linear_loss(
     is_sequence_level = isinstance(loss_fn, sequence_level)
     loss = LossProblem(
         refusing_mixtures(loss_fn) if is_debugging() else loss_fn,
-        TokenInputs.of(per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~problem.rows.ignored),
+        TokenInputs.of(
+            per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~problem.rows.ignored, stats_weight
+        ),
         _sequence_edges(cu_seqlens, per_token, len(targets)) if is_sequence_level else None,
     )
     query = problem.query(inputs, *(["sequence_level"] if is_sequence_level else []))

@@ -15,7 +15,6 @@ from torch import Tensor
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import rows_per_chunk
 from rlcore.kernels.dispatch import Query
-from rlcore.kernels.linear.vocab_shard import VocabularyShard
 from rlcore.kernels.operands import (
     check_flag,
     check_float,
@@ -28,6 +27,7 @@ from rlcore.kernels.operands import (
     checked_temperature,
 )
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
+from rlcore.kernels.vocab_shard import VocabularyShard, check_group
 
 
 class HeadInputs(NamedTuple):
@@ -39,6 +39,33 @@ class HeadInputs(NamedTuple):
     """[V, H]"""
     bias: Tensor | None
     """[V]"""
+
+
+class FlatRows(NamedTuple):
+    """Rows with leading dimensions such as [N, L], joined to one."""
+
+    hidden: Tensor
+    """[T, H]"""
+    targets: Tensor
+    """[T]"""
+    temperature: float | Tensor
+    """A number, or [T]."""
+
+    @staticmethod
+    def of(hidden: Tensor, targets: Tensor, temperature: float | Tensor) -> FlatRows:
+        """Join the dimensions of the rows; the checks of what has but one are left to ``head_inputs``.
+
+        Raises:
+            InvalidInputError: targets or temperatures are not one for each row of [..., T, H] hidden states.
+        """
+        if not isinstance(hidden, Tensor) or hidden.dim() < 3:
+            return FlatRows(hidden, targets, temperature)
+        shape = tuple(hidden.shape[:-1])
+        check_shape("targets", targets, shape, "one token for each row of hidden")
+        if isinstance(temperature, Tensor):
+            check_shape("temperature", temperature, shape, "a float, or one value for each target")
+            temperature = temperature.flatten()
+        return FlatRows(hidden.flatten(0, -2), targets.flatten(), temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +105,9 @@ class LinearHeadProblem:
 def head_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, group: dist.ProcessGroup | None
 ) -> HeadInputs:
-    """Return the checked tensors: DTensors gathered, in the dtype of ``torch.nn.functional.linear`` under autocast.
+    """Return the checked tensors: DTensors gathered, hidden and weight in the dtype in which they are multiplied.
+
+    That is the one of ``torch.nn.functional.linear`` under autocast, and else the one to which torch promotes the two.
 
     Raises:
         InvalidInputError: a shape, dtype or device does not fit.
@@ -87,22 +116,17 @@ def head_inputs(
         check_tensor(name, tensor)
     if _is_dtensor(hidden):
         raise InvalidInputError("hidden is a DTensor; pass the rows of this rank: hidden.to_local()")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise InvalidInputError(
-            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}. "
-            "Of a DeviceMesh it is mesh.get_group(dim)"
-        )
+    check_group(group)
     if group is not None and _is_dtensor(weight):
         raise InvalidInputError("with group= weight must be this rank's rows; got a DTensor: pass weight.to_local()")
     inputs = _lowered(HeadInputs(hidden, weight, bias))
     hidden, weight, bias = inputs
     check_float("hidden", hidden)
     if hidden.dim() != 2:
-        raise InvalidInputError(f"hidden must be [T, H]; got {list(hidden.shape)}. Pack it, or hidden.flatten(0, -2)")
+        raise InvalidInputError(f"hidden must be [T, H] or [..., T, H]; got {list(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or (len(weight) == 0 and group is None):
         raise InvalidInputError(f"weight must be [V, H] with H = {hidden.shape[1]}; got {list(weight.shape)}")
-    if weight.dtype != hidden.dtype:
-        raise InvalidInputError(f"hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them")
+    check_float("weight", weight)
     if not _is_split(hidden, targets, group):
         parts = "" if group is None else f", or of the equal parts that {group.size()} ranks have"
         check_shape("targets", targets, (len(hidden),), f"one token for each row of hidden{parts}")
@@ -110,7 +134,10 @@ def head_inputs(
     if bias is not None:
         check_float("bias", bias)
         check_shape("bias", bias, (len(weight),), "one value for each row of weight")
-    return inputs
+    if hidden.dtype == weight.dtype:  # in compiled code .to() is an operation, also to the same dtype
+        return inputs
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    return HeadInputs(hidden.to(dtype), weight.to(dtype), bias)
 
 
 def _is_split(hidden: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -178,6 +205,7 @@ def linear_head_problem(
         rows = ScaledRows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
         return LinearHeadProblem(rows, softcap, with_entropy, memory_budget_bytes)
     is_split = _is_split(inputs.hidden, targets, group)
-    shard = VocabularyShard.of(group, inputs.weight, len(inputs.hidden), is_split=is_split)
+    sizes = vocab_size, len(inputs.hidden)
+    shard = VocabularyShard.of(group, *sizes, inputs.hidden.device, what="weight must be [V, H]", is_split=is_split)
     rows = ScaledRows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
     return LinearHeadProblem(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)

@@ -18,7 +18,7 @@ from rlcore.kernels.linear.head import LinearHead
 from rlcore.kernels.linear.logprob import recomputing_backward
 from rlcore.kernels.linear.loss import linear_loss_chunked
 from rlcore.kernels.linear.problem import LinearHeadProblem
-from rlcore.kernels.linear.vocab_shard import partial_statistics_
+from rlcore.kernels.vocab_shard import partial_statistics_
 
 
 def _forward(

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, LossOutput, TermOutput, sequence_level
-from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_tensor
+from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_shape, check_tensor
 from rlcore.settings import is_debugging
 
 
@@ -33,20 +33,26 @@ class TokenInputs(NamedTuple):
     """[T]; 0 for tokens that do not count."""
     is_counted: Tensor
     """[T] bool."""
+    stats_weight: Tensor
+    """[T], by which ``_mean`` statistics are averaged; 0 for tokens that do not count."""
 
     @staticmethod
-    def of(per_token: Mapping[str, Tensor], weight: Tensor, is_counted: Tensor) -> TokenInputs:
+    def of(
+        per_token: Mapping[str, Tensor], weight: Tensor, is_counted: Tensor, stats_weight: Tensor | None = None
+    ) -> TokenInputs:
         is_left_out = ~is_counted
 
         def counted(values: Tensor) -> Tensor:
             trailing = (1,) * (values.dim() - 1)
             return values.masked_fill(is_left_out.view(-1, *trailing), 0)
 
-        return TokenInputs({name: counted(values) for name, values in per_token.items()}, weight, is_counted)
+        entries = {name: counted(values) for name, values in per_token.items()}
+        of_stats = weight if stats_weight is None else counted(stats_weight.detach().to(weight.dtype))
+        return TokenInputs(entries, weight, is_counted, of_stats)
 
     def at(self, chunk: slice) -> TokenInputs:
         sliced = {name: values[chunk] for name, values in self.per_token.items()}
-        return TokenInputs(sliced, self.weight[chunk], self.is_counted[chunk])
+        return TokenInputs(sliced, self.weight[chunk], self.is_counted[chunk], self.stats_weight[chunk])
 
 
 def token_values(
@@ -164,7 +170,7 @@ class Statistics:
 
 
 def _mean(values: Tensor, tokens: TokenInputs) -> Tensor:
-    return (torch.where(tokens.is_counted, values, 0.0) * tokens.weight).sum(-1) / tokens.weight.sum()
+    return (torch.where(tokens.is_counted, values, 0.0) * tokens.stats_weight).sum(-1) / tokens.stats_weight.sum()
 
 
 def _sum(values: Tensor, tokens: TokenInputs) -> Tensor:
@@ -189,7 +195,13 @@ _REDUCTIONS: dict[str, Callable[[Tensor, TokenInputs], Tensor]] = {
 }
 
 
-def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token_weight: Tensor) -> None:
+def check_tokens(
+    name: str,
+    rows: Tensor,
+    per_token: Mapping[str, Tensor],
+    token_weight: Tensor,
+    stats_weight: Tensor | None = None,
+) -> None:
     """Check the arguments of a loss. ``rows``, called ``name`` in messages, has one entry for each token.
 
     Raises:
@@ -200,6 +212,10 @@ def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token
         raise InvalidInputError(
             f"token_weight must be [T] = {[len(rows)]}; got {list(token_weight.shape)}. See rlcore.ops.token_weights"
         )
+    if stats_weight is not None:
+        check_tensor("stats_weight", stats_weight)
+        check_shape("stats_weight", stats_weight, tuple(rows.shape[:1]), f"one number for each row of {name}")
+        check_same_device(name, rows.device, stats_weight=stats_weight)
     for entry, values in per_token.items():
         check_tensor(f"per_token[{entry!r}]", values)
         if values.shape[:1] != rows.shape[:1]:
@@ -211,6 +227,28 @@ def check_tokens(name: str, rows: Tensor, per_token: Mapping[str, Tensor], token
     check_same_device(name, rows.device, token_weight=token_weight, **named)
     for entry, values in {"token_weight": token_weight, **named}.items():
         check_constant(entry, values)
+
+
+def flat_tokens(
+    rows: Tensor, per_token: Mapping[str, Tensor], token_weight: Tensor, stats_weight: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """Join the dimensions of the entries to one, where ``rows`` has several.
+
+    Raises:
+        InvalidInputError: an entry does not begin with the dimensions of ``rows``.
+    """
+
+    def flat(name: str, values: Tensor) -> Tensor:
+        check_tensor(name, values)
+        if values.shape[: rows.dim()] != rows.shape:
+            raise InvalidInputError(
+                f"{name} must begin with the dimensions of targets, {list(rows.shape)}; got {list(values.shape)}"
+            )
+        return values.flatten(0, rows.dim() - 1)
+
+    flattened = {entry: flat(f"per_token[{entry!r}]", values) for entry, values in per_token.items()}
+    of_stats = None if stats_weight is None else flat("stats_weight", stats_weight)
+    return flattened, flat("token_weight", token_weight), of_stats
 
 
 def checked_output(found: object, logprob_T: Tensor, loss_fn: LossFn) -> TermOutput:

@@ -66,7 +66,7 @@ def value_loss(
     statistics = Statistics()
     stats = {"value_mean": value_T, "return_mean": return_T, "value_clip_mean": is_clipped_T}
     statistics.add(stats)
-    return LossOutput((loss_T * weight_T).sum(), statistics.result(TokenInputs({}, weight_T, is_counted_T)))
+    return LossOutput((loss_T * weight_T).sum(), statistics.result(TokenInputs.of({}, weight_T, is_counted_T)))
 
 
 def _check(values: Tensor, constants: dict[str, Tensor]) -> None:

@@ -7,14 +7,14 @@ z are the logits of a row and y is its target. Rows are not shifted: row t score
 
 Letters: T rows (leading dimensions may be any, such as [N, L]), V vocabulary.
 Order of this file: public operator, reference, chunked implementation, the operator in compiled code. ``triton_rows``
-has the implementation in Triton.
+has the implementation in Triton, ``vocab_parallel`` the one over several ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,10 @@ from rlcore.kernels.softmax_rows import (
     wide_dtype,
 )
 from rlcore.kernels.token.problem import LogitsProblem, logits_problem
+from rlcore.kernels.vocab_shard import check_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def token_logprob(
@@ -56,12 +60,14 @@ def token_logprob(
     ignore_index: int = -100,
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
+    group: ProcessGroup | None = None,
     implementation: str | None = None,
 ) -> Logprobs:
     """Return the log-probability of ``targets[t]`` under ``softmax(logits[t] / temperature)``, and the entropy.
 
     Args:
-        logits: [T, V], or [..., V]; float32, bfloat16, float16 or float64; any strides.
+        logits: [T, V], or [..., V]; float32, bfloat16, float16 or float64; any strides. With ``group`` this rank's
+            columns, of any number, in the order of the ranks.
         targets: [T], or [...]; int64 or int32 token ids, or ``ignore_index``.
         temperature: the sampler's; > 0, a float or one for each target.
         with_entropy: also the (differentiable) entropy.
@@ -71,6 +77,8 @@ def token_logprob(
             probability 0, also when chosen. See ``rlcore.ops.keep_mask``.
         inplace_backward: the backward may overwrite ``logits``, which must be an intermediate result that
             nothing else reads. Saves nothing where strides do not let the leading dimensions be joined to two.
+        group: a process group over which the vocabulary is split. Token ids are those of the whole vocabulary. Every
+            rank gets the same results, and a gradient of its own columns for the same gradients of the results.
         implementation: run this one or raise; None chooses.
 
     Returns:
@@ -83,13 +91,28 @@ def token_logprob(
         UnsupportedError: the implementation asked for refuses.
     """
     check_float("logits", logits)
-    if logits.dim() < 2 or logits.shape[-1] == 0:
+    check_group(group)
+    if logits.dim() < 2 or (logits.shape[-1] == 0 and group is None):
         raise InvalidInputError(f"logits must be [..., T, V] with V > 0; got {list(logits.shape)}")
     check_shape("targets", targets, tuple(logits.shape[:-1]), "one token for each row of logits")
     check_same_device("logits", logits.device, targets=targets, keep_mask=keep_mask)
     _check_keep_mask(keep_mask, logits)
     if inplace_backward:
         _check_overwritable(logits)
+    if group is not None:
+        from rlcore.kernels.token.vocab_parallel import scores_over_ranks  # it imports torch's compiler
+
+        return scores_over_ranks(
+            logits,
+            targets,
+            group,
+            implementation,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            ignore_index=ignore_index,
+            keep_mask=keep_mask,
+            inplace_backward=inplace_backward,
+        )
     if torch.compiler.is_compiling():
         number, tensor = split_temperature(temperature)
         return token_logprob_compiled(
@@ -112,7 +135,12 @@ def token_logprob(
         result: Logprobs = run(joined, problem)
     if is_range_checked_late and not (isinstance(run, ForwardBackward) and run.checks_targets):
         check_known_tokens(problem.rows.target, logits.shape[-1])
-    if targets.dim() == problem.rows.labels.dim():
+    return shaped_like(targets, result)
+
+
+def shaped_like(targets: Tensor, result: Logprobs) -> Logprobs:
+    """Return scores of joined rows in the shape of the targets."""
+    if targets.dim() == result.logprob.dim():
         return result
     return Logprobs(*(None if x is None else x.view(targets.shape) for x in result))  # type: ignore[arg-type]
 
@@ -157,7 +185,7 @@ def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> L
     shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
     logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
     entropy = logits.new_empty(shape, dtype=wide) if problem.with_entropy else None
-    for index, chunk_TV, rows in _chunks(logits, problem):
+    for index, chunk_TV, rows in wide_chunks(logits, problem):
         found = statistics_(chunk_TV, rows, with_entropy=problem.with_entropy)
         logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
         if entropy is not None and found.entropy is not None:
@@ -168,7 +196,7 @@ def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> L
     return LogprobOutput(logprob, entropy, (peak, total))
 
 
-def _backward(
+def recomputing_backward(
     logits: Tensor,
     problem: LogitsProblem,
     *,
@@ -176,10 +204,11 @@ def _backward(
     output: LogprobOutput,
     grad_output: GradOutput,
 ) -> Gradients:
+    """Compute the gradient from the peak and the total of each row."""
     saved = (output.logprob, output.entropy, *output.residuals)
     g_logprob, g_entropy = (problem.rows.zero_ignored(g) for g in grad_output)
     gradient = logits.detach() if problem.inplace_backward else torch.empty_like(logits)
-    for index, chunk_TV, rows in _chunks(logits, problem):
+    for index, chunk_TV, rows in wide_chunks(logits, problem):
         statistics = RowStatistics(*(_at(values, index) for values in saved))
         exp_TV = exponentials_(chunk_TV, statistics.peak, rows.inverse_temperature)
         gradient_TV = gradient_(exp_TV, rows, statistics, _at(g_logprob, index), _at(g_entropy, index))
@@ -190,7 +219,7 @@ def _backward(
     return (gradient,)
 
 
-def _chunks(logits: Tensor, problem: LogitsProblem) -> Iterator[tuple[Any, Tensor, ScaledRows]]:
+def wide_chunks(logits: Tensor, problem: LogitsProblem) -> Iterator[tuple[Any, Tensor, ScaledRows]]:
     """Yield the index of each chunk, a wide copy of its logits, and its rows."""
     wide = wide_dtype(logits.dtype)
     shape = logits.shape[:-1]
@@ -206,7 +235,7 @@ def _at(values: Tensor | None, index: Any) -> Any:
     return None if values is None else values[index]
 
 
-token_logprob_chunked = ForwardBackward(_forward, _backward, num_residuals=2)
+token_logprob_chunked = ForwardBackward(_forward, recomputing_backward, num_residuals=2)
 """Plain torch in chunks of rows: neither forward nor backward makes a float32 copy of all logits."""
 
 

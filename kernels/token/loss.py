@@ -25,8 +25,8 @@ from rlcore.kernels.softmax_rows import wide_dtype
 
 
 @takes(
-    "token_loss", logprob=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, entropy=optional(TENSOR),
-    cu_seqlens=optional(TENSOR),
+    "token_loss", logprob=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, stats_weight=optional(TENSOR),
+    entropy=optional(TENSOR), cu_seqlens=optional(TENSOR),
 )  # fmt: skip
 def token_loss(
     logprob: Tensor,
@@ -34,6 +34,7 @@ def token_loss(
     *,
     per_token: PerToken,
     token_weight: Tensor,
+    stats_weight: Tensor | None = None,
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> LossOutput:
@@ -46,6 +47,8 @@ def token_loss(
         loss_fn: see ``rlcore.kernels.losses.interface``.
         per_token: [T] or [T, ...] tensors that ``loss_fn`` reads, without gradient.
         token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
+        stats_weight: [T], numbers >= 0 or bool, by which ``_mean`` statistics are averaged over the tokens that count;
+            None is ``token_weight``. The mask of tokens gives plain means over tokens, as peers report them.
         entropy: [T], any float dtype; with gradient. None passes None to ``loss_fn``.
         cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses.
 
@@ -61,7 +64,7 @@ def token_loss(
         raise InvalidInputError(
             f"logprob must be [T]; got {list(logprob.shape)}. Flatten it, and all that goes with it"
         )
-    check_tokens("logprob", logprob, per_token, token_weight)
+    check_tokens("logprob", logprob, per_token, token_weight, stats_weight)
     if entropy is not None:
         check_float("entropy", entropy)
         check_shape("entropy", entropy, tuple(logprob.shape), "one value for each entry of logprob")
@@ -70,7 +73,7 @@ def token_loss(
     weight_T = token_weight.detach().to(wide)
     if not torch.compiler.is_compiling():
         check_no_nan("token_weight", weight_T)
-    tokens = TokenInputs.of(per_token, weight_T, weight_T != 0)
+    tokens = TokenInputs.of(per_token, weight_T, weight_T != 0, stats_weight)
 
     def counted(values_T: Tensor) -> Tensor:
         return torch.where(tokens.is_counted, values_T, 0.0).to(wide)

@@ -5,14 +5,23 @@ Letters: T rows, V vocabulary, N batch entries where the rows of the logits do n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlcore.kernels.dispatch import Query
-from rlcore.kernels.operands import check_flag, check_ignore_index, check_token_dtype, checked_temperature
+from rlcore.kernels.operands import (
+    check_flag,
+    check_ignore_index,
+    check_token_dtype,
+    check_token_range,
+    checked_temperature,
+)
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
+from rlcore.kernels.vocab_shard import VocabularyShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,8 @@ class LogitsProblem:
     """Shaped like the logits."""
     with_entropy: bool = False
     inplace_backward: bool = False
+    shard: VocabularyShard | None = None
+    """Given where the logits are this rank's part of the vocabulary."""
 
     def query(self, logits: Tensor) -> Query:
         """Return what the dispatcher decides on."""
@@ -32,6 +43,7 @@ class LogitsProblem:
             "entropy": self.with_entropy,
             "keep_mask": self.keep_mask is not None,
             "inplace_backward": self.inplace_backward,
+            "group": self.shard is not None,
         }
         options = frozenset(name for name, is_used in flags.items() if is_used)
         return Query(logits.device.type, logits.dtype, 0, int(logits.shape[-1]), options)
@@ -40,6 +52,19 @@ class LogitsProblem:
         """Return the same problem with targets of this shape."""
         keep_mask = None if self.keep_mask is None else self.keep_mask.reshape(*shape, self.keep_mask.shape[-1])
         return replace(self, rows=self.rows.reshaped(shape), keep_mask=keep_mask)
+
+    def over(self, group: ProcessGroup, logits: Tensor) -> LogitsProblem:
+        """Return the same problem for logits that are this rank's part; all ranks call it together.
+
+        Raises:
+            InvalidInputError: targets are no tokens of all ranks together, or as ``VocabularyShard.of``.
+        """
+        rows, vocab_size = self.rows, logits.shape[-1]
+        shard = VocabularyShard.of(
+            group, vocab_size, rows.labels.numel(), logits.device, what="logits must be [..., T, V]"
+        )
+        check_token_range(rows.labels, shard.vocab_size, rows.ignore_index)
+        return replace(self, rows=shard.rows(rows, vocab_size), shard=shard)
 
 
 def logits_problem(
@@ -75,7 +100,9 @@ def logits_problem(
 
 def _joined(logits: Tensor) -> Tensor:
     """Return [T, V] where strides allow a view, else [N, L, V], as for logits[:, :-1]."""
+    *leading, num_rows, vocab_size = logits.shape  # no -1 below, which a rank without columns leaves undefined
+    count = math.prod(leading)
     try:
-        return logits.view(-1, logits.shape[-1])
+        return logits.view(count * num_rows, vocab_size)
     except RuntimeError:  # the only way in which torch says that the strides do not allow it
-        return logits.reshape(-1, *logits.shape[-2:])
+        return logits.reshape(count, num_rows, vocab_size)

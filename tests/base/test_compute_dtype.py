@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rlcore.compute_dtype import compute_dtype_of, stop_computing
 from rlcore.engines.fsdp2 import block_compiler
 from rlcore.engines.fsdp2.sharding import Sharding, shard
-from rlcore.engines.offload.group import offloaded
+from rlcore.engines.offload.standalone import offloaded
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.nn import TrainModule
 from rlcore.weights.view import whole

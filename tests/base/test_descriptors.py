@@ -12,7 +12,7 @@ import pytest
 
 from rlcore.process import descriptors
 from rlcore.process.tcp_sockets import foreign_connections, shut_down
-from tests.strangers import ANOTHER_USER, as_root, connected
+from tests.strangers import ANOTHER_USER, as_root, connected, told_from_others
 
 
 @pytest.fixture
@@ -37,7 +37,10 @@ def accepted(listener: socket.socket, count: int) -> Iterator[list[socket.socket
 
 @pytest.mark.parametrize(
     ("address", "user"),
-    [("127.0.0.1", os.getuid()), pytest.param("0.0.0.0", ANOTHER_USER, marks=as_root)],
+    [
+        pytest.param("127.0.0.1", os.getuid(), marks=told_from_others),
+        pytest.param("0.0.0.0", ANOTHER_USER, marks=as_root),
+    ],
 )
 def test_connections_of_another_user_are_told_and_ended(
     address: str, user: int, monkeypatch: pytest.MonkeyPatch
@@ -59,6 +62,7 @@ def test_connections_of_another_user_are_told_and_ended(
         assert len(foreign_connections()) == 2
 
 
+@told_from_others
 def test_a_connection_of_this_process_to_another_users_listener_is_left_alone(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +76,7 @@ def test_a_connection_of_this_process_to_another_users_listener_is_left_alone(
         assert theirs.recv(1) == b"x"
 
 
-@pytest.mark.parametrize("is_foreign", [False, True])
+@pytest.mark.parametrize("is_foreign", [False, pytest.param(True, marks=told_from_others)])
 def test_half_of_the_descriptors_in_use_is_told_with_what_holds_them(
     listener: socket.socket, limits: tuple[int, int], is_foreign: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from once import ONCE, run_once
+from once import run_once
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import attention, collectives, memory, product, reinforcement
-from rlcore.bench.cases.collectives import _expected, bus_factor
-from rlcore.bench.measure import run_case
+from rlcore.bench.cases.collectives import bus_factor
 from rlcore.bench.record import CaseResult
 from rlcore.registry import get_device
 
@@ -84,12 +85,16 @@ def test_sustained_product_gives_the_first_and_the_last_window() -> None:
     assert found["last_of_first"] == pytest.approx(found["last_window"] / found["first_window"])
 
 
-def test_windows_of_a_device_that_slows_down() -> None:
-    ends = [0.1 * n for n in range(1, 101)] + [10 + 0.2 * n for n in range(1, 101)]
-    done = product._sustained(ends, flops=10)
-    assert done.quantities["first_window"].value == pytest.approx(10 / 0.1)
-    assert done.quantities["last_window"].value == pytest.approx(10 / 0.2)
-    assert 0.1 <= done.seconds <= 0.2
+def test_windows_of_a_device_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = itertools.accumulate([0.0, *[0.001] * 100, *itertools.repeat(0.002, 100)])  # 0.1 s, then 0.2 s
+    monkeypatch.setattr(product, "time", SimpleNamespace(perf_counter=lambda: next(ends)))
+    monkeypatch.setattr(product, "_SUSTAINED_S", 0.299)
+    contender = load_cases()["product/sustained"].prepare(get_device("cpu")).contenders[0]
+    done = contender.run()
+    found = {name: quantity.value for name, quantity in contender.quantities(done).items()}
+    flops = 2 * 64**3
+    assert found == pytest.approx({"first_window": flops / 0.001, "last_window": flops / 0.002, "last_of_first": 0.5})
+    assert contender.seconds is not None and 0.001 <= contender.seconds(done) <= 0.002
 
 
 def test_bandwidth_counts_the_bytes_of_each_way_and_refuses_what_was_not_written() -> None:
@@ -107,14 +112,6 @@ def test_copies_are_blocked_on_a_host_with_the_reason(name: str) -> None:
     (result,) = run_once(name)
     assert (result.status, result.metrics) == ("blocked", [])
     assert result.reason.endswith("the device is the host itself")
-
-
-def test_copy_that_does_nothing_is_refused() -> None:
-    """The target holds the pattern from the run before: the check must not be content with that."""
-    pattern, target = torch.arange(8), torch.arange(8)
-    memory._check_again(lambda: target.copy_(pattern), [target], pattern, get_device("cpu"))
-    with pytest.raises(AssertionError, match=r"^other bytes arrived$"):
-        memory._check_again(lambda: None, [target], pattern, get_device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["alloc", "to_device", "to_host", "batch_to_device", "batch_to_host"])
@@ -150,7 +147,7 @@ def test_peer_matrix_has_each_pair_one_way_and_both_ways_and_a_missing_copy_is_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "_PAIR_BYTES", 1 << 12)
-    (contender,) = memory._prepare_peers(TwoHosts()).contenders
+    (contender,) = load_cases()["copies/peers"].prepare(TwoHosts()).contenders
     rates = contender.run()
     assert {name: quantity.unit for name, quantity in rates.items()} == dict.fromkeys(
         ("0_to_1", "1_to_0", "0_and_1"), "B/s"
@@ -187,18 +184,20 @@ def test_attention_passes_and_a_wrong_one_is_refused(name: str) -> None:
 # ---------------------------------------------------------------------------------------------- collectives
 
 
+OPS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"])
-def test_collective_passes_over_gloo(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = load_cases()[f"collectives/{op}"]
-    monkeypatch.setattr(collectives, "_SMALL", (8, 4096))
-    prepare = collectives._case(op, is_large=False).prepare  # type: ignore[arg-type]
-    results = run_case(dataclasses.replace(case, prepare=prepare), get_device("cpu"), ONCE)
-    assert [(result.status, result.reason, result.implementation) for result in results] == [("pass", "", "gloo")] * 2
+@pytest.mark.parametrize("op", OPS)
+def test_collective_passes_over_gloo(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "_SMALL", (12, 4800))
+    monkeypatch.setattr(collectives, "_HOST_RANKS", 3)
+    results = passed(f"collectives/{op}")
+    assert [result.implementation for result in results] == ["gloo"] * 2
     found = metrics(results[1])
-    assert results[1].params == {"op": op, "devices": 2, "dtype": "float32", "bytes": 4096}
-    assert found["algorithm_bandwidth"] == pytest.approx(4096 / found["time"])
-    assert found["bus_bandwidth"] == pytest.approx(found["algorithm_bandwidth"] * bus_factor(op, 2))  # type: ignore[arg-type]
+    assert results[1].params == {"op": op, "devices": 3, "dtype": "float32", "bytes": 4800}
+    assert found["algorithm_bandwidth"] == pytest.approx(4800 / found["time"])
+    assert found["bus_bandwidth"] == pytest.approx(found["algorithm_bandwidth"] * bus_factor(op, 3))
     assert found["p99"] >= found["time"] and found["slowest_to_fastest_rank"] >= 1
 
 
@@ -208,20 +207,34 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
     ]  # fmt: skip
 
 
-def test_expected_results_are_those_of_ranks_that_hold_one_two_three() -> None:
-    assert _expected("all_reduce", 6, 3).tolist() == [6.0] * 6
-    assert _expected("reduce_scatter", 6, 3).tolist() == [6.0] * 2
-    assert _expected("broadcast", 2, 3).tolist() == [1.0] * 2
-    assert _expected("all_gather", 6, 3).tolist() == [1, 1, 2, 2, 3, 3]
-    assert _expected("all_to_all", 6, 3).tolist() == [1, 1, 2, 2, 3, 3]
+class Ranks:
+    """FAKE: two ranks that say how long they took, and of what they received whether it was right."""
+
+    def __init__(self, *are_right: bool) -> None:
+        self.are_right = are_right
+
+    def call(self, method: str, calls: Any) -> list[tuple[list[float], bool]]:
+        return list(zip(([0.1, 0.2], [0.3, 0.1]), self.are_right, strict=True))
+
+    def stop(self) -> None: ...
 
 
-def test_wrong_collective_is_refused_and_the_slowest_rank_counts() -> None:
-    done = collectives._measured(1000, 0.5, [[0.1, 0.2], [0.3, 0.1]], [True, False])
-    with pytest.raises(AssertionError, match=r"^a wrong result arrived at rank \[1\]$"):
-        collectives._check(done.result)
-    assert done.seconds == pytest.approx(0.25)  # of 0.3 and 0.2
-    assert done.quantities["bus_bandwidth"].value == pytest.approx(1000 * 0.5 / 0.25)
+@pytest.mark.parametrize(("are_right", "reason"), [((True, False), "[1]"), ((False, False), "[0, 1]")])
+def test_wrong_collective_is_refused(
+    are_right: tuple[bool, bool], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "start_workers", lambda *_, **__: Ranks(*are_right))
+    assert {(result.status, result.reason) for result in run_once("collectives/all_reduce")} == {
+        ("fail", f"AssertionError: a wrong result arrived at rank {reason}")
+    }
+
+
+def test_of_a_collective_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "start_workers", lambda *_, **__: Ranks(True, True))
+    for result in passed("collectives/all_reduce"):
+        found = metrics(result)
+        assert found["time"] == pytest.approx(0.25)  # of 0.3 and 0.2
+        assert found["bus_bandwidth"] == pytest.approx(int(result.params["bytes"]) / 0.25)
 
 
 # -------------------------------------------------------------------------------------------------- engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,6 @@ from once import run_once
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import weight_sync_copies
-from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.kernels.strided_copy.op import ViewCopies
 from rlcore.registry import get_device
 
@@ -49,18 +49,20 @@ def test_case_refuses_pieces_that_did_not_arrive(name: str, monkeypatch: pytest.
 
 def test_check_finds_what_was_not_written_and_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync_copies, "_CHECKED_AT_ONCE", 1000)
-    sync = weight_sync_copies._CopyProblem(get_device("cpu"), weight_sync_copies._for_host(QWEN_7B), torch.bfloat16, 1)
-    copies = ViewCopies(sync.pieces, sync.sources, [sync.engine])
-    assert 0 < _largest_taken(lambda: sync.check(copies.run)) < sync.engine.numel() // 2
+    monkeypatch.setattr(weight_sync_copies, "_NUM_CHECKED", 1)  # the first weight, and the last
+    work = load_cases()[NAMES[0]].prepare(get_device("cpu"))
+    contender = work.contenders[0]
+    elements = int(work.params["elements"])
+    assert 0 < _largest_taken(lambda: contender.check(None)) < elements // 2
+    whole = ViewCopies.run
 
-    def but_one() -> None:
-        copies.run()
-        sync.engine[-1] = 9
+    def second_is_lost(self: ViewCopies) -> None:
+        whole(self)
+        self._views[1][0].fill_(9)
 
-    monkeypatch.setattr(weight_sync_copies, "_NUM_CHECKED", 1)
-    monkeypatch.setattr(sync, "pieces", sync.pieces[:1])
+    monkeypatch.setattr(ViewCopies, "run", second_is_lost)
     with pytest.raises(AssertionError, match="elements were not written"):
-        sync.check(but_one)
+        contender.check(None)
 
 
 def _largest_taken(run: Callable[[], None]) -> int:
@@ -69,9 +71,18 @@ def _largest_taken(run: Callable[[], None]) -> int:
     return max(event.cpu_memory_usage for event in profiler.events())
 
 
-@pytest.mark.parametrize(("model", "names"), [(QWEN_7B, 254), (QWEN_30B_A3B, 18722)])
-def test_the_shapes_are_those_of_the_models(model: ModelShape, names: int) -> None:
-    moves = list(weight_sync_copies._moves(model, 1))
-    assert len(moves) == names  # without norms of heads, biases and routers
-    numel = sum(move.rows * move.kept for move in moves)
-    assert numel * torch.bfloat16.itemsize == pytest.approx({254: 15.2e9, 18722: 61.0e9}[names], rel=0.01)
+class NoMemory:
+    """FAKE: an accelerator whose tensors have shapes and no memory. Proves nothing about one."""
+
+    spec = dataclasses.replace(get_device("cpu").spec, is_host=False)
+    type, torch_device = "cpu", torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces", "nbytes"), [(NAMES[0], 254, 15.2e9), (NAMES[2], 254, 7.6e9), (NAMES[3], 18722, 61.0e9)]
+)
+def test_the_shapes_are_those_of_the_models(name: str, pieces: int, nbytes: float) -> None:
+    work = load_cases()[name].prepare(NoMemory())
+    assert work.params["pieces"] == pieces  # without norms of heads, biases and routers
+    assert work.params["elements"] * 2 == pytest.approx(nbytes, rel=0.01)
+    assert work.bytes == work.params["elements"] * 4, "read and written"

@@ -12,6 +12,7 @@ from rlcore.collectives import gloo_listener
 from rlcore.collectives.gloo_listener import GlooListener, _packed
 from rlcore.errors import CollectiveTimeoutError
 from rlcore.process.tcp_sockets import SYN_SENT, SocketAddress, tcp_sockets
+from tests.strangers import filters_sockets
 
 
 def refuse(*_: object) -> None:
@@ -30,6 +31,7 @@ def listener_at(address: tuple[str, int]) -> GlooListener:
     return GlooListener(store, rank=0, world_size=1)
 
 
+@filters_sockets
 def test_a_closed_listener_drops_requests_and_keeps_its_connections(server: socket.socket) -> None:
     listener = listener_at(server.getsockname())
     with socket.create_connection(server.getsockname()) as early, socket.socket() as late:

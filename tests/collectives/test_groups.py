@@ -33,6 +33,7 @@ from rlcore.process.tcp_sockets import (
     tcp_sockets,
 )
 from rlcore.registry import get_device
+from tests.strangers import filters_sockets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint16, torch.bool, torch.complex64)
 
@@ -299,6 +300,7 @@ def knock(rank: Any) -> None:
         assert group.all_reduce(torch.ones(1)).item() == 2.0
 
 
+@filters_sockets
 def test_a_group_takes_no_connection_once_its_ranks_are_connected(on_ranks: Any) -> None:
     on_ranks(knock, 2)
 

@@ -24,7 +24,8 @@ from rlcore.engines.launchers import logs
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.logs import LogMerger
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
+from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from tests.warm import LIMIT_S
 
 _CHARACTERS = "0123456789+-*=$ .abcd"
@@ -184,7 +185,7 @@ def ends(short_folder: Path) -> tuple[ControlSocket, ControlSocket]:
     """Two ends of a control channel."""
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept_controls, short_folder / "s", 1)
-        connected = ControlSocket.connect(short_folder / "s")
+        connected = connect_control(short_folder / "s")
         return accepted.result()[0], connected
 
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.accuracy import AS_ACCURATE, assert_as_accurate, rounding
+from tests.accuracy import AS_ACCURATE, assert_as_accurate, assert_parts_as_accurate, rounding
 
 from .plain_sampling import restricted
 
 SMALLEST = 16
-"""Elements of a tensor that is compared by itself: the error of fewer is a matter of luck."""
+"""Log-probabilities that are compared at once: the error of fewer is a matter of luck."""
 
 
 class Step(NamedTuple):
@@ -130,7 +130,7 @@ class Truth:
 
     def assert_weights(self, found: Mapping[str, Tensor], **options: Any) -> None:
         reference, exact = self.reference.weights(**options), self.exact.weights(**options)
-        assert_weights_as_accurate(found, reference, exact)
+        assert_parts_as_accurate(found, reference, exact)
 
     def both(self, take: Callable[[PlainTraining], Any]) -> tuple[Any, Any]:
         """Return the result of the reference, and of the exact one."""
@@ -140,23 +140,6 @@ class Truth:
             return take(self.reference), take(self.exact)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def assert_weights_as_accurate(
-    found: Mapping[str, Tensor], reference: Mapping[str, Tensor], exact: Mapping[str, Tensor]
-) -> None:
-    """Each large tensor by itself, and all together.
-
-    A tensor that is nothing but the reference's rounding is not looked at by itself: a key's bias that starts at 0 has
-    no gradient, since it shifts all scores of a query alike, and how large two roundings are is a matter of luck.
-    """
-    assert found.keys() == exact.keys()
-    for name, tensor in exact.items():
-        is_rounding = tensor.double().norm() <= (reference[name].double() - tensor.double()).norm()
-        if tensor.numel() >= SMALLEST and not is_rounding:
-            assert_as_accurate(found[name], reference[name], tensor, what=name)
-    joined = [torch.cat([some[name].flatten() for name in exact]) for some in (found, reference, exact)]
-    assert_as_accurate(*joined, what="all weights")
 
 
 def assert_metrics(found: Mapping[str, float], reference: Step, exact: Step) -> None:

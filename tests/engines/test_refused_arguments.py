@@ -75,14 +75,22 @@ def test_outputs_that_are_none_are_refused() -> None:
             rlcore.collate(outputs)  # type: ignore[arg-type]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer by its class only, as those of accelerate are."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
 def test_of_offloaded() -> None:
     module: Any = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
     calls: dict[str, tuple[Any, ...]] = {
-        "a module with parameters; this ReLU has none": (torch.nn.ReLU(),),
-        "a torch.nn.Module first, got SGD": (optimizer, module),
-        "torch.optim.Optimizer after the module, got StepLR; give each": (module, optimizer, scheduler),
+        "modules with parameters, or optimizers; this ReLU has none": (torch.nn.ReLU(),),
+        "modules with parameters, or optimizers; got none": (),
+        "torch.nn.Module and torch.optim.Optimizer, got StepLR; give each": (module, optimizer, scheduler),
+        "optimizers of torch, or wrappers with one as .optimizer; this Wrapper wraps int": (Wrapper(3),),
     }
     for message, arguments in calls.items():
         with pytest.raises(InvalidInputError, match=rf"^offloaded\(\) takes {message}"), rlcore.offloaded(*arguments):

@@ -110,11 +110,11 @@ def train_policy() -> Any:
             return float(self.model.norm.weight.grad.norm())
 
         def mean_gradient(self, token: int) -> Tensor:
-            """Return the mean gradient of the last norm's weight [H], in float32 on the host."""
+            """Return the mean gradient of all parameters one after the other, in float32 on the host."""
             self(torch.full((1, 4), token, device=self.device)).logits.float().square().mean().backward()
-            gradient = whole(self.model.norm.weight.grad).float().cpu()
+            gradients = [whole(parameter.grad).float().cpu().flatten() for parameter in self.parameters()]
             self.zero_grad()
-            return gradient
+            return torch.cat(gradients)
 
     return Policy
 

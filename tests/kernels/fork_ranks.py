@@ -1,4 +1,6 @@
-"""Runs ranked_heads.py once for each rank: ``python fork_ranks.py SIZE FOLDER``; the folder gets what each one says.
+"""Runs a file of tests once for each rank: ``python fork_ranks.py FILE SIZE FOLDER``.
+
+The folder gets what each one says.
 
 Processes are forked from one that has torch: to import what the tests need takes longer than the tests.
 """
@@ -15,24 +17,22 @@ import pytest
 import torch.distributed.fsdp
 import torch.distributed.tensor.debug  # noqa: F401  # nothing of rlcore: pytest wants to be the first to import that
 
-TESTS = Path(__file__).with_name("ranked_heads.py")
 
-
-def run_rank(rank: int, size: int, folder: Path) -> int:
+def run_rank(tests: Path, rank: int, size: int, folder: Path) -> int:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), TEST_STORE=str(folder / "store"))
     with (folder / f"rank{rank}").open("w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    return int(pytest.main(["-v", "-x", "-p", "no:cacheprovider", str(TESTS)]))
+    return int(pytest.main(["-v", "-x", "-p", "no:cacheprovider", str(tests)]))
 
 
-def forked(rank: int, size: int, folder: Path) -> int:
+def forked(tests: Path, rank: int, size: int, folder: Path) -> int:
     """Return the id of the process that runs a rank."""
     if child := os.fork():
         return child
     status = 1
     try:
-        status = run_rank(rank, size, folder)
+        status = run_rank(tests, rank, size, folder)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -40,8 +40,8 @@ def forked(rank: int, size: int, folder: Path) -> int:
         os._exit(status)
 
 
-def main(size: int, folder: Path) -> int:
-    running = {forked(rank, size, folder) for rank in range(size)}
+def main(tests: Path, size: int, folder: Path) -> int:
+    running = {forked(tests, rank, size, folder) for rank in range(size)}
     while running:
         process, status = os.wait()
         running.remove(process)
@@ -53,4 +53,4 @@ def main(size: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.kernels.linear import vocab_shard
+from rlcore.kernels import vocab_shard
 from rlcore.kernels.linear.head import LinearHead
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
 from tests.accuracy import assert_as_accurate, assert_within_rounding
@@ -415,7 +415,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(change: str, message: str, m
 
 def test_implementations_that_need_the_whole_vocabulary_say_so() -> None:
     here, targets = parts_of(random_head(), CUTS[0]), random_targets()
-    with pytest.raises(UnsupportedError, match="chunked: it needs all vocabulary rows on one rank"):
+    with pytest.raises(UnsupportedError, match="chunked: it needs the whole vocabulary on one rank"):
         linear_logprob(*here[:2], targets, group=group(), implementation="chunked")
     with pytest.raises(UnsupportedError, match="vocab_parallel: it is for a vocabulary split over the ranks of group="):
         linear_logprob(*random_head()[:2], targets, implementation="vocab_parallel")

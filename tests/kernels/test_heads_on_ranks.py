@@ -1,4 +1,4 @@
-"""Runs ranked_heads.py, once for each rank."""
+"""Runs ranked_heads.py and ranked_logits.py, once for each rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from tests.warm import LIMIT_S
 LAUNCHER = Path(__file__).with_name("fork_ranks.py")
 
 
-@pytest.mark.parametrize(("device", "size"), [("cpu", 3), pytest.param("cuda", 2, marks=pytest.mark.multigpu)])
-def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tests", "device", "size"),
+    [
+        ("heads", "cpu", 3),
+        ("logits", "cpu", 2),
+        ("logits", "cpu", 3),
+        pytest.param("heads", "cuda", 2, marks=pytest.mark.multigpu),
+        pytest.param("logits", "cuda", 2, marks=pytest.mark.multigpu),
+    ],
+)
+def test_operators_over_ranks(tests: str, device: str, size: int, tmp_path: Path) -> None:
     ranks = subprocess.Popen(
-        [sys.executable, str(LAUNCHER), str(size), str(tmp_path)],
+        [sys.executable, str(LAUNCHER), str(LAUNCHER.with_name(f"ranked_{tests}.py")), str(size), str(tmp_path)],
         env=os.environ | {"TEST_DEVICE": device, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

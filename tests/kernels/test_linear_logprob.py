@@ -15,8 +15,10 @@ from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_r
 from tests.kernels.plain import (
     assert_equal_in_float64,
     assert_scores_as_accurate,
+    doubled,
     gradients,
     linear_scores,
+    token_scores,
 )
 
 IMPLEMENTATIONS = ["reference", "chunked"]
@@ -258,6 +260,63 @@ def test_under_autocast_the_operands_are_lowered_as_in_linear_and_the_logits_are
     assert_as_accurate(found.logprob, plain[0], exact[0])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype", "wide"),
+    [
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_operands_of_two_dtypes_are_used_in_the_wider_and_get_gradients_in_their_own(
+    hidden_dtype: torch.dtype, weight_dtype: torch.dtype, wide: torch.dtype, implementation: str
+) -> None:
+    hidden, weight, targets = random_inputs(20, 6, 30)
+    leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in ((hidden, hidden_dtype), (weight, weight_dtype))]
+    found = linear_logprob(*leaves, targets, with_entropy=True, implementation=implementation)
+    same = [x.detach().to(wide).requires_grad_() for x in leaves]
+    want = linear_logprob(*same, targets, with_entropy=True, implementation=implementation)
+    assert found.logprob.dtype == wide
+    assert torch.equal(found.logprob, want.logprob) and torch.equal(found.entropy, want.entropy)
+    for got, leaf, exact in zip(gradients(found, leaves), leaves, gradients(want, same), strict=True):
+        assert torch.equal(got, exact.to(leaf.dtype)), "rounded once, at the end"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_may_have_several_dimensions(implementation: str) -> None:
+    hidden, weight, targets = random_inputs(24, 6, 30)
+    targets[3] = -100
+    temperature = torch.linspace(0.5, 2, 24)
+    options = {"with_entropy": True, "implementation": implementation}
+    want = linear_logprob(hidden, weight, targets, temperature=temperature, **options)
+    whole = hidden.view(2, 12, 6)
+    found = linear_logprob(whole, weight, targets.view(2, 12), temperature=temperature.view(2, 12), **options)
+    assert found.logprob.shape == found.entropy.shape == (2, 12)
+    for one, other in zip(found, want, strict=True):
+        assert torch.equal(one.flatten(), other)
+    for one, other in zip(gradients(found, [hidden, weight]), gradients(want, [hidden, weight]), strict=True):
+        assert torch.equal(one, other)
+    shifted = linear_logprob(whole[:, :-1], weight, targets.view(2, 12)[:, 1:], **options)
+    assert torch.equal(shifted.logprob[1], linear_logprob(hidden[12:23], weight, targets[13:], **options).logprob)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_scale_before_the_softcap_is_one_after_a_smaller_softcap(implementation: str) -> None:
+    hidden, weight, targets = (x.detach() for x in random_inputs(20, 6, 30))
+    leaves = doubled(hidden, weight)
+    scale, cap = 0.4, 1.5
+    found = linear_logprob(
+        *leaves, targets, softcap=cap / scale, logit_scale=scale, with_entropy=True, implementation=implementation
+    )
+    logits = cap * torch.tanh(leaves[0] @ leaves[1].T * scale / cap)
+    want = token_scores(logits, targets)
+    assert_equal_in_float64(list(found), list(want), terms=64)
+    assert_equal_in_float64(gradients(found, leaves), gradients(want, leaves), terms=64)
+
+
 GOOD = {
     "hidden": torch.zeros(4, 3),
     "weight": torch.zeros(5, 3),
@@ -268,11 +327,16 @@ GOOD = {
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden": torch.zeros(2, 2, 3)}, r"hidden must be \[T, H\]; got \[2, 2, 3\]. Pack it"),
+        ({"hidden": torch.zeros(3)}, r"hidden must be \[T, H\] or \[..., T, H\]; got \[3\]"),
+        ({"hidden": torch.zeros(2, 2, 3)}, r"targets must be one token for each row of hidden = \[2, 2\]; got \[4\]"),
+        (
+            {"hidden": torch.zeros(2, 2, 3), "targets": torch.zeros(2, 2).long(), "temperature": torch.ones(4)},
+            r"temperature must be a float, or one value for each target = \[2, 2\]; got \[4\]",
+        ),
         ({"hidden": torch.zeros(4, 3, dtype=torch.int32)}, "hidden must be float32, bfloat16, float16, float64; got"),
         ({"weight": torch.zeros(5, 4)}, r"weight must be \[V, H\] with H = 3; got \[5, 4\]"),
         ({"weight": torch.zeros(0, 3)}, r"weight must be \[V, H\] with H = 3; got \[0, 3\]"),
-        ({"weight": torch.zeros(5, 3).bfloat16()}, "hidden is torch.float32 but weight is torch.bfloat16; cast one"),
+        ({"weight": torch.zeros(5, 3).long()}, "weight must be float32, bfloat16, float16, float64; got torch.int64"),
         ({"weight": torch.zeros(5, 3, device="meta")}, r"weight is on meta but hidden is on cpu; .* \.to\(hidden"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets must be one token .* = \[4\]; got \[3\]"),
         ({"targets": torch.tensor([0, 1, 2, 5])}, r"token ids in \[0, 5\) .* got 5 at \[3\]"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.errors import InvalidInputError
-from rlcore.ops import combine, entropy_bonus, kl, linear_loss, ppo_clip, sequence_level
+from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
 from tests.accuracy import assert_same_bits, assert_within_rounding
 from tests.kernels.plain import assert_equal_in_float64, assert_loss_as_accurate, doubled
 
@@ -44,6 +44,86 @@ def policy_loss() -> Any:
 
 def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("is_sequence_level", [False, True])
+def test_rows_may_have_several_dimensions(is_sequence_level: bool) -> None:
+    hidden, weight, targets = random_inputs()
+    tokens, rows = random_tokens(), slice(60)
+    tokens["per_token"]["vectors"] = torch.randn(T, 3)
+    loss_fn = sequence_level(policy_loss()) if is_sequence_level else policy_loss()
+    edges = torch.tensor([0, 20, 40, 60])
+
+    def loss(shape: tuple[int, ...]) -> Any:
+        def shaped(x: Tensor) -> Tensor:
+            return x[rows].reshape(*shape, *x.shape[1:])
+
+        return linear_loss(
+            shaped(hidden),
+            weight,
+            shaped(targets),
+            loss_fn,
+            per_token={name: shaped(x) for name, x in tokens["per_token"].items()},
+            token_weight=shaped(tokens["token_weight"]),
+            temperature=shaped(torch.linspace(0.6, 1.4, T)),
+            cu_seqlens=edges,
+        )
+
+    found, want = loss((3, 20)), loss((60,))
+    assert torch.equal(found.loss, want.loss) and found.stats == want.stats
+    for one, other in zip(gradients(found.loss, hidden, weight), gradients(want.loss, hidden, weight), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_operands_of_two_dtypes_are_used_in_the_wider(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    hidden, weight, targets = random_inputs()
+    leaves = [x.detach().to(dtype).requires_grad_() for x, dtype in zip((hidden, weight), dtypes, strict=True)]
+    same = [x.detach().float().requires_grad_() for x in leaves]
+    found, want = (linear_loss(*x, targets, policy_loss(), **random_tokens()).loss for x in (leaves, same))
+    assert torch.equal(found, want)
+    for leaf, one, other in zip(leaves, gradients(found, *leaves), gradients(want, *same), strict=True):
+        assert torch.equal(one, other.to(leaf.dtype))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_statistics_are_means_by_weights_of_their_own(implementation: str) -> None:
+    hidden, weight, targets = random_inputs(torch.float64)
+    tokens = random_tokens(torch.float64)
+    tokens["token_weight"][:9] = 0.0
+    targets[9] = -100
+    is_counted = torch.arange(T) > 9
+    options = {"implementation": implementation, "memory_budget_bytes": None}
+    plain = linear_loss(hidden, weight, targets, ppo_clip(), **tokens, **options)
+    mask = is_counted.clone()
+    mask[:5] = True  # what does not count for the loss does not count here either
+    found = linear_loss(hidden, weight, targets, ppo_clip(), stats_weight=mask, **tokens, **options)
+    assert torch.equal(found.loss, plain.loss)
+    assert all(map(torch.equal, gradients(found.loss, hidden, weight), gradients(plain.loss, hidden, weight)))
+    scores = linear_logprob(hidden, weight, targets, with_entropy=True)
+    log_ratio = (scores.logprob - tokens["per_token"]["old_logprobs"]).detach()
+    want = {"entropy_mean": scores.entropy.detach(), "ratio_mean": log_ratio.exp()}
+    for name, values in want.items():
+        assert_equal_in_float64(found.stats[name], values[is_counted].mean(), terms=T + V)
+        by_weight = (values * tokens["token_weight"])[is_counted].sum() / tokens["token_weight"][is_counted].sum()
+        assert_equal_in_float64(plain.stats[name], by_weight, terms=T + V)
+    assert found.stats["ratio_max"] == plain.stats["ratio_max"]
+    with pytest.raises(InvalidInputError, match=rf"^stats_weight must be one number for each row of targets = \[{T}\]"):
+        linear_loss(hidden, weight, targets, ppo_clip(), stats_weight=mask[1:], **tokens)
+
+
+def test_entries_of_another_shape_than_the_targets_are_refused() -> None:
+    hidden, weight, targets = random_inputs()
+    tokens = random_tokens()
+    per_token = {name: x[:60].view(3, 20) for name, x in tokens["per_token"].items()}
+    weights = tokens["token_weight"][:60]
+    hidden, targets = hidden[:60].view(3, 20, H), targets[:60].view(3, 20)
+    with pytest.raises(InvalidInputError, match=r"^token_weight must begin with the dimensions of targets, \[3, 20\]"):
+        linear_loss(hidden, weight, targets, ppo_clip(), per_token=per_token, token_weight=weights)
+    per_token["advantages"] = per_token["advantages"].flatten()
+    message = r"^per_token\['advantages'\] must begin with the dimensions of targets, \[3, 20\]; got \[60\]"
+    with pytest.raises(InvalidInputError, match=message):
+        linear_loss(hidden, weight, targets, ppo_clip(), per_token=per_token, token_weight=weights.view(3, 20))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -618,7 +698,7 @@ def test_a_head_that_does_not_fit_and_bad_values_are_refused() -> None:
     beyond = targets.clone()
     beyond[4] = V
     for inputs, options, message in (
-        ((hidden, weight.bfloat16(), targets), {}, "hidden is torch.float32 but weight is torch.bfloat16; cast one"),
+        ((hidden, weight.long(), targets), {}, "weight must be float32, bfloat16, float16, float64; got torch.int64"),
         ((hidden, weight[:, 1:], targets), {}, rf"weight must be \[V, H\] with H = {H}; got \[{V}, {H - 1}\]"),
         ((hidden, weight, targets[1:]), {}, r"targets must be one token for each row of hidden = \[61\]; got \[60\]"),
         ((hidden, weight, beyond), {}, rf"targets must be token ids in \[0, {V}\) .* got {V} at \[4\]"),

@@ -21,6 +21,8 @@ from rlcore.ops import (
     icepop,
     kl,
     linear_loss,
+    on_policy,
+    opsm,
     ppo_clip,
     reinforce,
     sapo,
@@ -28,6 +30,7 @@ from rlcore.ops import (
     sequence_mask,
     sequence_mean,
     tis,
+    vespo,
 )
 from tests.accuracy import assert_same_bits
 from tests.kernels.plain import assert_equal_in_float64
@@ -51,6 +54,9 @@ TERMS: dict[str, Callable[[], LossFn]] = {
     "gmpo": gmpo,
     "sequence mask": lambda: combine(sequence_mask(tis(ppo_clip()), low=0.8, high=1.2), kl(coef=0.1)),
     "decoupled by sequence": lambda: decoupled_ppo(weight_low=0.8, weight_high=1.2, level="sequence"),
+    "vespo": lambda: vespo(k_positive=0.5, lambda_positive=0.5, k_negative=0.5, lambda_negative=0.5),
+    "opsm": lambda: opsm(ppo_clip(), max_kl=0.01),
+    "on policy": lambda: on_policy(combine(ppo_clip(), kl(kind="r*k3", coef=0.1))),
     "tis of gspo": lambda: tis(gspo(), level="sequence"),
 }
 

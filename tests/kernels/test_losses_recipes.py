@@ -203,6 +203,25 @@ def seq_mask_tis(b: Batch) -> Tensor:
     return weighted(b, mismatch(b) * ((geometric >= 0.9) & (geometric <= 1.1)))
 
 
+def luspo(b: Batch) -> Tensor:
+    s = b.sequence_mean(b.x - b.old).exp()
+    return (b.count * b.clipped(grpo_advantage(b), 3e-4, 4e-4, s)).mean()
+
+
+def vespo(b: Batch) -> Tensor:
+    A = grpo_advantage(b)
+    W = ((b.x - b.old) * b.m).sum(1, keepdim=True).detach().exp()
+    k, rate = torch.where(A >= 0, 2.0, 3.0).double(), torch.where(A >= 0, 3.0, 2.0).double()
+    return token_mean(b, -(rate + k * W.log() - rate * W).exp() * A * b.x)
+
+
+def opsm(b: Batch) -> Tensor:
+    A = grpo_advantage(b)
+    delta = 1e-4
+    kept = (A >= 0) | (b.sequence_mean(b.old - b.x) <= delta)
+    return token_mean(b, kept.detach() * b.clipped(A, 0.2, 0.2))
+
+
 PEERS: dict[str, Callable[[Batch], Tensor]] = {
     "GRPO": grpo,
     "Dr. GRPO": lambda b: constant_norm(b, b.clipped(centred(b), 0.2, 0.2)),
@@ -210,6 +229,10 @@ PEERS: dict[str, Callable[[Batch], Tensor]] = {
     "GSPO": gspo,
     "GSPO-token": gspo_token,
     "GMPO": gmpo,
+    "LUSPO": luspo,
+    "VESPO": vespo,
+    "GRPO with OPSM": opsm,
+    "GRPO on policy": lambda b: token_mean(b, b.clipped(grpo_advantage(b), 0.2, 0.2, (b.x - b.x.detach()).exp())),
     "CISPO": lambda b: cispo(b, 1.28),
     "CISPO of TRL": lambda b: cispo(b, 5.0, 1e-4),
     "SAPO": sapo,

@@ -26,6 +26,8 @@ from rlcore.ops import (
     gspo,
     icepop,
     kl,
+    on_policy,
+    opsm,
     ppo_clip,
     reinforce,
     sapo,
@@ -34,6 +36,7 @@ from rlcore.ops import (
     sequence_mean,
     tis,
     token_weights,
+    vespo,
 )
 from tests.accuracy import assert_within_rounding
 from tests.kernels.plain import assert_equal_in_float64
@@ -222,6 +225,23 @@ def gmpo_formula(b: Padded) -> tuple[Tensor, Tensor]:
     return -b.mean(b.A) * rho * torch.ones_like(b.d), per_token * b.w.sum(1, keepdim=True)
 
 
+def vespo_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    W = (b.d * b.m).sum(1, keepdim=True).clamp(math.log(1e-8), 20).exp()
+    k, rate = torch.where(b.A >= 0, 2.0, 3.0).double(), torch.where(b.A >= 0, 3.0, 2.0).double()
+    phi = W**k * (rate * (1 - W)).exp()
+    return -phi * b.A * b.x, -b.w * phi * b.A
+
+
+def opsm_formula(b: Padded, anchor: Callable[[Padded], Tensor], most: float) -> tuple[Tensor, Tensor]:
+    kept = ~((b.A < 0) & (b.mean(anchor(b) - b.x) > most))
+    value, gradient = ppo_formula(b)
+    return kept * value, kept * gradient
+
+
+def on_policy_formula(b: Padded) -> tuple[Tensor, Tensor]:
+    return -b.A, -b.w * b.A
+
+
 def kl_formula(value: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor]) -> Formula:
     return lambda b: (0.3 * value(b.ref - b.x), 0.3 * b.w * gradient(b.ref - b.x))
 
@@ -235,6 +255,7 @@ TOKEN_TERMS: dict[str, tuple[Callable[[], LossFn], Formula]] = {
     "ppo_clip": (ppo_clip, ppo_formula),
     "dual clip": (lambda: ppo_clip(dual_clip=1.5), dual_formula),
     "two-sided clip": (lambda: ppo_clip(dual_clip=1.5), two_sided_formula),
+    "on policy": (lambda: on_policy(ppo_clip()), on_policy_formula),
     "reinforce": (reinforce, reinforce_formula),
     "cispo": (cispo, cispo_formula),
     "cispo_absolute": (lambda: cispo_absolute(max_ratio=1.4), cispo_absolute_formula),
@@ -262,6 +283,13 @@ SEQUENCE_TERMS: dict[str, tuple[Callable[[], LossFn], Formula]] = {
     "gspo": (lambda: gspo(clip_low=0.1, clip_high=0.1), gspo_formula),
     "gspo token form": (lambda: gspo(clip_low=0.1, clip_high=0.1, form="token"), gspo_formula),
     "gmpo": (lambda: gmpo(clip_low=0.3, clip_high=0.2), gmpo_formula),
+    "vespo": (vespo, vespo_formula),
+    "opsm": (lambda: opsm(ppo_clip(), max_kl=0.05), lambda b: opsm_formula(b, lambda b: b.old, 0.05)),
+    "opsm of the sampler": (
+        lambda: opsm(ppo_clip(), max_kl=0.1, anchor="rollout_logprobs"),
+        lambda b: opsm_formula(b, lambda b: b.rollout, 0.1),
+    ),
+    "gspo on policy": (lambda: on_policy(gspo()), on_policy_formula),
     "sequence tis": (
         lambda: tis(ppo_clip(), cap=1.05, floor=0.9, level="sequence"),
         weighted_formula(lambda w: w.clamp(0.9, 1.05), by_sequence=True),
@@ -280,7 +308,10 @@ SEQUENCE_TERMS: dict[str, tuple[Callable[[], LossFn], Formula]] = {
     ),
 }
 TERMS = TOKEN_TERMS | SEQUENCE_TERMS
-DETACHED = {"cispo", "cispo_absolute", "cpgd with drift", "dppo tv", "dppo kl", "k1+", "k3+", "gspo token form"}
+DETACHED = {
+    *("cispo", "cispo_absolute", "cpgd with drift", "dppo tv", "dppo kl", "k1+", "k3+", "gspo token form", "vespo"),
+    *("on policy", "gspo on policy"),
+}
 """Their gradient is, by design, not that of their value."""
 
 
@@ -465,6 +496,47 @@ def test_corrected_k3_is_unbiased_for_samples_of_the_old_policy_and_so_is_its_gr
     assert_equal_in_float64(estimate, exact, terms=12)
     found, want = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (estimate, exact))
     assert_equal_in_float64(found, want, terms=12)
+
+
+def test_vespo_weighs_a_sequence_that_has_not_moved_by_one_and_absurd_ones_by_nothing() -> None:
+    per_token = {
+        "old_logprobs": torch.tensor([-1.0, -2.0, -9.0, -9.0, -1.0, -1.0]),
+        "advantages": torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0]),
+        "cu_seqlens": torch.tensor([0, 2, 4, 6]),
+        "token_mask": torch.ones(6, dtype=torch.bool),
+    }
+    x = torch.tensor([-1.0, -2.0, -1.0, -1.0, -40.0, -40.0])
+    value, stats = vespo()(x, None, per_token)
+    assert stats["vespo_weight_mean"].tolist()[:2] == [1.0, 1.0]
+    assert (stats["vespo_weight_mean"][2:] < torch.finfo(torch.float32).eps).all()
+    assert torch.equal(value[:2], torch.tensor([1.0, -2.0]))
+
+
+def test_opsm_leaves_out_only_bad_sequences_that_have_become_unlikely() -> None:
+    per_token = {
+        "old_logprobs": torch.zeros(8),
+        "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0]),
+        "cu_seqlens": torch.tensor([0, 2, 4, 6, 8]),
+        "token_mask": torch.tensor([1, 1, 1, 1, 1, 1, 1, 0]) != 0,
+    }
+    x = torch.tensor([-1.0, -1.0, -1.0, -0.5, -0.1, -0.1, -0.2, -9.0], requires_grad=True)
+    value, stats = opsm(reinforce(), max_kl=0.2)(x, None, per_token)
+    assert stats["opsm_cut_mean"].tolist() == [False, False, True, True, False, False, False, False]
+    assert torch.autograd.grad(value.sum(), x)[0].tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert_within_rounding(stats["opsm_kl_max"][2:4].double(), torch.tensor([0.75, 0.75]).double(), terms=4,
+                           dtype=torch.float32)  # fmt: skip
+
+
+def test_on_policy_needs_no_old_log_probabilities_and_serves_weights_of_samplers() -> None:
+    batch = padded_batch(per_token_advantage=True)
+    per_token = per_token_of(batch)
+    x = batch.x[batch.is_present].requires_grad_()
+    without = {name: values for name, values in per_token.items() if name != "old_logprobs"}
+    value, stats = on_policy(ppo_clip())(x, None, without)
+    assert torch.equal(value, -without["advantages"]) and (stats["ratio_mean"] == 1).all()
+    weighted_value, _ = on_policy(tis(ppo_clip(), cap=1.2))(x, None, without)
+    ratio = (x.detach() - without["rollout_logprobs"]).exp().clamp(max=1.2)
+    assert_equal_in_float64(weighted_value.detach(), -ratio * without["advantages"], terms=16)
 
 
 def test_sequence_mean_is_differentiable_and_zero_where_nothing_counts() -> None:

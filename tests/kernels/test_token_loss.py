@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -255,3 +256,19 @@ def test_the_code_of_the_page_runs() -> None:
     names: dict[str, Any] = {}
     exec(compile(block, str(page), "exec"), names)
     assert names["logits"].grad.any() and names["stats"]["ratio_mean"] > 0
+
+
+def test_statistics_are_means_by_weights_of_their_own() -> None:
+    logprob = torch.tensor([-1.0, -2.0, -4.0, math.nan], dtype=torch.float64, requires_grad=True)
+
+    def loss_fn(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return -logprob, {"seen_mean": logprob}
+
+    token_weight = torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=torch.float64)
+    weighted = token_loss(logprob, loss_fn, per_token={}, token_weight=token_weight)
+    plain = token_loss(logprob, loss_fn, per_token={}, token_weight=token_weight, stats_weight=torch.ones(4))
+    assert weighted.stats["seen_mean"] == -2.0
+    assert_equal_in_float64(plain.stats["seen_mean"], torch.tensor(-7 / 3, dtype=torch.float64), terms=4)
+    assert plain.loss == weighted.loss == 2.0
+    with pytest.raises(InvalidInputError, match=r"^stats_weight must be one number for each row of logprob = \[4\]"):
+        token_loss(logprob, loss_fn, per_token={}, token_weight=token_weight, stats_weight=torch.ones(3))

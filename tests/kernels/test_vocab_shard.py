@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.kernels.linear import vocab_shard
-from rlcore.kernels.linear.vocab_shard import VocabularyShard, partial_statistics_
+from rlcore.kernels import vocab_shard
 from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows, statistics_
+from rlcore.kernels.vocab_shard import VocabularyShard, partial_statistics_
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
 T, V = 64, 50

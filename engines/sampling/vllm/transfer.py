@@ -6,7 +6,7 @@ llm.start_weight_update()
 llm.update_weights({"update_info": {}})                      # while the trainer is in sender.send()
 llm.finish_weight_update()
 
-controls = accept_controls("/run/user/1000/weights", number=1)     # in the trainer, one for each vLLM worker
+controls = rlcore.accept_controls("/run/user/1000/weights", number=1)  # in the trainer, one for each vLLM worker
 sender = rlcore.WeightSender(policy.named_weights, controls)
 sender.send()
 """
@@ -22,7 +22,8 @@ from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
 from rlcore.engines.sampling.vllm.target import VllmTarget
 from rlcore.engines.weight_sync.api import WeightReceiver
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket
+from rlcore.engines.weight_sync.channels.connections import connect_control
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.errors import StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.weights.source import in_files
@@ -68,7 +69,7 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
         if target.device.spec.is_host and not self._is_checked:
             self._check_reload(target)
             self._is_checked = True
-        control = ControlSocket.connect(init_info.address, init_info.timeout_s)
+        control = connect_control(init_info.address, timeout_s=init_info.timeout_s)
         self._control, self._receiver = control, WeightReceiver(target, control)
 
     def _check_reload(self, target: VllmTarget) -> None:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import msgspec
 
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.engines.weight_sync.channels.peers import Call, JoinedPeers, LateError, LocalPeers, SyncPeers
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket
 from rlcore.engines.weight_sync.messages import decoded
 from rlcore.errors import SyncError
 

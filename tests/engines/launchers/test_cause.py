@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 
-from rlcore.engines.launchers.group import _cause
+from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.errors import CollectiveError, WorkerDiedError, WorkerError
 
 USER = ("/home/user/train.py", "step")
 TORCH = ("/venv/torch/distributed/distributed_c10d.py", "all_reduce")
 HOOKS = ("/venv/torch/distributed/fsdp/_fully_shard/_fsdp_state.py", "_pre_forward")
-DIED = WorkerDiedError(rank=9, device="cpu", method="step", how="was killed by SIGKILL")
 
 
 def failed(*frames: tuple[str, str]) -> WorkerError:
@@ -18,6 +21,42 @@ def failed(*frames: tuple[str, str]) -> WorkerError:
     lines = "".join(f'  File "{file}", line 3, in {name}\n    {name}()\n' for file, name in frames)
     text = f"Traceback (most recent call last):\n{lines}RuntimeError: planted\n"
     return WorkerError(rank=0, device="cpu", method="step", error="RuntimeError: planted", traceback=text)
+
+
+class Failing:
+    """FAKE: a worker that fails, at once or as late as when its call is cancelled."""
+
+    current = None
+
+    def __init__(self, error: Exception, *, late: bool = False) -> None:
+        self.error, self.late = error, late
+        self.answer: Future[Any] = Future()
+
+    def prepare(self, *_: Any, **__: Any) -> Callable[[], Future[Any]]:
+        return lambda: self.answer if self.late else self.fail()
+
+    def fail(self) -> Future[Any]:
+        self.answer.set_exception(self.error)
+        return self.answer
+
+    def cancel(self, answer: Future[Any]) -> None:
+        if not answer.done():
+            self.fail()
+
+    def kill(self, because: str) -> None: ...
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def ask_to_stop(self) -> None: ...
+
+
+def raised(*workers: Failing) -> BaseException:
+    group = WorkerGroup("the test engine", timeout_s=100.0)
+    group.workers += workers
+    with pytest.raises((WorkerError, CollectiveError)) as caught:
+        group.call("step", [((), {})] * len(workers))
+    return caught.value
 
 
 CAUSES = {
@@ -30,14 +69,17 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
 def test_an_error_from_inside_torch_distributed_is_the_last_to_be_blamed(cause: Exception) -> None:
     """It tells only that another rank has gone."""
-    assert _cause({0: failed(USER, TORCH), 1: cause, 2: failed(TORCH)}) is cause
+    error = raised(Failing(failed(USER, TORCH)), Failing(cause, late=True), Failing(failed(TORCH)))
+    assert error is cause
+    assert [note.partition(":")[0] for note in error.__notes__] == ["rank 0 failed too", "rank 2 failed too"]
 
 
 def test_a_death_comes_before_all_others() -> None:
-    assert _cause({0: failed(USER), 1: failed(USER, TORCH), 2: DIED}) is DIED
+    died = WorkerDiedError(rank=2, device="cpu", method="step", how="was killed by SIGKILL")
+    assert raised(Failing(failed(USER)), Failing(failed(USER, TORCH)), Failing(died, late=True)) is died
 
 
 def test_of_those_that_are_alike_the_first_is_the_cause() -> None:
     first, second = failed(USER, TORCH), failed(USER, TORCH)
-    assert _cause({0: first, 1: second}) is first
-    assert _cause({1: (own := failed(USER)), 2: failed(USER)}) is own
+    assert raised(Failing(first), Failing(second)) is first
+    assert raised(Failing(failed(USER), late=True), Failing(own := failed(USER))) is own

@@ -22,7 +22,7 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import WorkerDiedError
 from rlcore.process.tcp_sockets import LISTEN, own_sockets, tcp_sockets
-from tests.strangers import ANOTHER_USER, connected
+from tests.strangers import ANOTHER_USER, connected, filters_sockets
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -101,6 +101,7 @@ def opened_by(group: WorkerGroup, method: str) -> list[set[tuple[str, int]]]:
     return [set(map(tuple, found)) - old for found, old in zip(ask(group, method), before, strict=True)]
 
 
+@filters_sockets
 def test_a_group_of_workers_outlives_thousands_of_connections(join_group: Start) -> None:
     with join_group(Worker, 2) as group:
         (listener,), _ = opened_by(group, "join")
@@ -114,6 +115,7 @@ def test_a_group_of_workers_outlives_thousands_of_connections(join_group: Start)
             ask(group, "restore", limits[0])
 
 
+@filters_sockets
 def test_the_groups_of_a_mesh_outlive_thousands_of_connections(join_group: Start) -> None:
     with join_group(Worker, 2) as group:
         listeners, _ = opened_by(group, "join_mesh")

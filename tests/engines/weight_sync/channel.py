@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from pathlib import Path
+from typing import Self
 
 _LENGTH = struct.Struct("<Q")
 
@@ -14,7 +15,7 @@ class SocketControl:
         self._connection = connection
 
     @classmethod
-    def listen(cls, path: Path) -> SocketControl:
+    def listen(cls, path: Path) -> Self:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{path}.new")
             listener.listen(1)
@@ -24,7 +25,7 @@ class SocketControl:
         return cls(connection)
 
     @classmethod
-    def connect(cls, path: Path) -> SocketControl:
+    def connect(cls, path: Path) -> Self:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(path))
         return cls(connection)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import rlcore
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
+from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.errors import InvalidInputError, SyncError
 
 
@@ -97,7 +98,7 @@ def test_only_this_user_can_connect_and_the_socket_goes_away(short_folder: Path)
         while not path.exists():
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        found = ControlSocket.connect(path)
+        found = connect_control(path)
         modes.append(stat.S_IMODE(path.stat().st_mode))
         return found
 
@@ -110,7 +111,7 @@ def test_only_this_user_can_connect_and_the_socket_goes_away(short_folder: Path)
     assert modes == [0o600]
     assert not path.exists()
     with pytest.raises(SyncError, match=r"no weight sender listens at .* after 0\.1 s"):
-        ControlSocket.connect(path, timeout_s=0.1)
+        connect_control(path, timeout_s=0.1)
 
 
 def test_a_place_that_is_taken_or_left_behind(short_folder: Path) -> None:
@@ -135,7 +136,7 @@ def test_a_sender_has_several_receivers_who_commit_together(short_folder: Path) 
     modules = [nn.Linear(30, 20) for _ in range(2)]
 
     def receive(module: nn.Module) -> list[int]:
-        control = ControlSocket.connect(short_folder / "s")
+        control = connect_control(short_folder / "s")
         receiver = rlcore.WeightReceiver(module, control)
         found = [receiver.receive(100) for _ in range(2)]
         control.close()

@@ -160,7 +160,7 @@ class World:
         staged = [float(tensor.sum()) for tensor in receiver._staged.values()]
         scratch = [float(tensor[0]) for tensor in receiver._scratch.values()] if self._is_loading() else []
         held = [[float(part[0]), float(part[-1])] for part in self.model.state_dict().values()]
-        rest = (tuple(receiver._loaded), str(came), str(staged), str(scratch), str(held), receiver.version)
+        rest = (tuple(receiver._loaded), str(came), str(staged), str(scratch), str(held), receiver.version or 0)
         begun = frozenset(receiver._round._begun)
         return (*(vars(receiver._round) | {"_begun": begun}).values(), *rest)
 
@@ -227,7 +227,7 @@ def steps_of(version: int) -> list[Message]:
         Message(f"commit {version}", lambda world: world.receiver.commit(version, version, True)),
         Message(
             f"commit {version}, not changed",
-            lambda world: world.receiver.commit(version, world.receiver.version, False),
+            lambda world: world.receiver.commit(version, (world.receiver.version or 0), False),
         ),
     ]
 
@@ -299,8 +299,8 @@ def search(kind: str) -> Finding:
             for one in (*path, message):
                 with suppress(RlcoreError, RuntimeError):
                     one.deliver(world)
-            committed.add(world.receiver.version)
-            if world.receiver.is_whole and world.model.versions() != {float(world.receiver.version)}:
+            committed.add(world.receiver.version or 0)
+            if world.receiver.is_whole and world.model.versions() != {float(world.receiver.version or 0)}:
                 mixtures.append(" > ".join(step.name for step in (*path, message)))
             elif world.state() not in paths:
                 paths[world.state()] = (*path, message)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unrelated_receiver import receive
 
 import rlcore
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket, accept_controls
+from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
 from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
@@ -70,9 +70,21 @@ def other(short_folder: Path) -> Iterator[Other]:
         other.process.kill()
 
 
+class Recorded(SocketControl):
+    """Keeps how long each answer may take."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.waits_s: list[float] = []
+
+    def recv(self, timeout_s: float) -> bytes:
+        self.waits_s.append(timeout_s)
+        return super().recv(timeout_s)
+
+
 @pytest.fixture
-def control(other: Other, short_folder: Path) -> Iterator[SocketControl]:
-    control = SocketControl.listen(short_folder / "control")
+def control(other: Other, short_folder: Path) -> Iterator[Recorded]:
+    control = Recorded.listen(short_folder / "control")
     yield control
     control.close()
 
@@ -190,15 +202,16 @@ def test_names_that_differ_are_refused_on_both_sides(beside: tuple[Beside, Socke
 
 
 @pytest.mark.slow
-def test_a_receiver_that_ends_or_stops_is_named_in_time(other: Other, control: SocketControl) -> None:
+def test_a_receiver_that_ends_or_stops_is_named_in_time(other: Other, control: Recorded) -> None:
     sender = rlcore.WeightSender(tensors(1.0), control)
     sender.send()
     assert other.says()["version"] == 1
     os.kill(other.process.pid, signal.SIGSTOP)
-    started = time.monotonic()
+    control.waits_s.clear()
     with pytest.raises(SyncError, match=r"^the receiver did not answer begin\(\): the 2 s of this round are over$"):
         sender.send(timeout_s=2.0)
-    assert time.monotonic() - started < 25, "nobody waits for what it would say to that"
+    begin_s, told_s = control.waits_s
+    assert 0 < begin_s <= 2 and told_s == 0, "nobody waits for what it would say to that"
     os.kill(other.process.pid, signal.SIGCONT)
     told = "the sender gave the round up: the receiver did not answer begin(): the 2 s of this round are over."
     assert told in other.says()["error"]
@@ -255,10 +268,10 @@ def test_whatever_the_receivers_loader_raises_is_told_at_once(kind: type[Excepti
             raise kind("the loader says no")
 
     def receive() -> str:
-        control = ControlSocket.connect(short_folder / "control")
+        control = connect_control(short_folder / "control")
         receiver = rlcore.WeightReceiver(Loader(torch.nn.Linear(2, 2), get_device("cpu")), control)
         with pytest.raises(SyncError) as caught:
-            receiver.receive(timeout_s=100)
+            receiver.receive(timeout_s=3600)
         control.close()
         return str(caught.value)
 
@@ -266,10 +279,8 @@ def test_whatever_the_receivers_loader_raises_is_told_at_once(kind: type[Excepti
         received = pool.submit(receive)
         controls = accept_controls(short_folder / "control", 1)
         sender = rlcore.WeightSender(torch.nn.Linear(2, 2).named_parameters, controls)
-        started = time.monotonic()
         with pytest.raises(SyncError) as caught:
-            sender.send(timeout_s=50, verify=True)
-        assert time.monotonic() - started < 25, "it does not wait for its deadline"
+            sender.send(timeout_s=3600, verify=True)  # whoever waits for this deadline does not pass
         refusal = f"load() failed at receiver 0: {kind.__name__}: the loader says no"
         assert str(caught.value) == refusal
         assert f"the sender gave the round up: {refusal}. The model's weights are a mixture" in received.result()

@@ -143,12 +143,24 @@ def test_a_missing_vllm_is_found_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.vllm
-def test_the_arguments_that_are_read_are_vllms(run_python: Any) -> None:
+def test_every_argument_of_this_vllm_is_known_and_another_is_not(run_python: Any) -> None:
     code = """\
 import dataclasses
 from vllm.engine.arg_utils import EngineArgs
-from rlcore.engines.sampling.vllm.arguments import _argument_names, _package_here
-assert _argument_names(_package_here()) == [field.name for field in dataclasses.fields(EngineArgs)]
+from rlcore.engines.sampling.vllm.arguments import check_arguments
+from rlcore.errors import InvalidInputError
+
+def refusal(name):
+    try:
+        check_arguments({name: None})
+    except InvalidInputError as error:
+        return str(error)
+
+names = [field.name for field in dataclasses.fields(EngineArgs)]
+refused = [refusal(name) for name in names]
+assert len(names) > 100 and sum(told is None for told in refused) > 100
+assert all(told is None or told.startswith("build() takes no ") for told in refused), refused
+assert refusal("enforce_eagr") == "vLLM has no engine argument 'enforce_eagr'; did you mean 'enforce_eager'?"
 """
     told = run_python(code)
     assert told.returncode == 0, told.stderr

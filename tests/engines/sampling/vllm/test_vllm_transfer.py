@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import rlcore
-from rlcore.engines.weight_sync.channels.unix_socket import accept_controls
+from rlcore.engines.weight_sync.channels.connections import accept_controls
 
 from .stock import environment, greedy, policy, shake, vllms_trainer
 

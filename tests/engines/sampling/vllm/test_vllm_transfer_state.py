@@ -12,7 +12,7 @@ from torch import nn
 
 import rlcore
 from rlcore.engines.sampling.vllm.transfer import RlcoreWeightTransferEngine, UpdateInfo
-from rlcore.engines.weight_sync.channels.unix_socket import ControlSocket
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import StateError, SyncError
 

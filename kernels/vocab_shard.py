@@ -1,8 +1,8 @@
 """A vocabulary split over a process group: the statistics that the ranks gather, and how they merge them.
 
-The ranks have the same rows of hidden states, or each an equal part of them. Each has its own rows of the weight, any
-number of them, in the order of the ranks. s is the inverse temperature and y the target. From its part r of the logits
-z a rank computes, with c = s (z - m_r),
+Each rank has some of the tokens, any number of them, in the order of the ranks: columns of the logits, or rows of the
+weight. The ranks have the same rows of logits or of hidden states, or each an equal part of the hidden states. s is the
+inverse temperature and y the target. From its part r of the logits z a rank computes, with c = s (z - m_r),
 
     m_r = max z      a_r = sum exp(c)      z_y, or -inf if the target is elsewhere      d_r = sum exp(c) c
 
@@ -49,29 +49,40 @@ class VocabularyShard:
     """This rank's rows of the hidden states where they are split (sequence parallelism)."""
 
     @staticmethod
-    def of(group: dist.ProcessGroup, weight_VH: Tensor, num_rows: int, *, is_split: bool) -> VocabularyShard:
+    def of(
+        group: dist.ProcessGroup,
+        vocab_size: int,
+        num_rows: int,
+        device: torch.device,
+        *,
+        what: str,
+        is_split: bool = False,
+    ) -> VocabularyShard:
         """Make the shard; all ranks call it together.
 
         Args:
-            num_rows: of this rank's hidden states.
+            vocab_size: the number of this rank's tokens.
+            num_rows: of this rank's logits or hidden states.
+            what: the tensor of all tokens and its shape, for an error.
+            is_split: each rank has an equal part of the rows.
 
         Raises:
             InvalidInputError: on the CPU and with RLCORE_DEBUG=1 (elsewhere collectives fail or hang): ranks have
                 different numbers of rows, or none has a token.
         """
-        sizes = [torch.full((1,), size, device=weight_VH.device) for size in (len(weight_VH), num_rows)]
+        sizes = [torch.full((1,), size, device=device) for size in (vocab_size, num_rows)]
         sizes_G2 = _gathered(torch.cat(sizes), group)
         if not is_checked_on_device(sizes_G2):
             vocab_sizes, numbers = sizes_G2.T.tolist()
             if len(set(numbers)) > 1:
                 raise InvalidInputError(f"ranks of group must score the same rows; they have {numbers}, by rank")
             if not any(vocab_sizes):
-                raise InvalidInputError("weight must be [V, H] with V > 0 on some rank of group; it is 0 on all")
+                raise InvalidInputError(f"{what} with V > 0 on some rank of group; it is 0 on all")
         own_rows = slice(group.rank() * num_rows, (group.rank() + 1) * num_rows) if is_split else None
         return VocabularyShard(group, sizes_G2[: group.rank(), 0].sum(), sizes_G2[:, 0].sum(), own_rows)
 
     def rows(self, rows: ScaledRows, vocab_size: int) -> ScaledRows:
-        """Return ``rows`` with targets that are rows of this rank's weight."""
+        """Return ``rows`` with targets that are numbers of this rank's tokens."""
         target_T = rows.target - self.first
         is_elsewhere_T = (target_T < 0) | (target_T >= vocab_size)
         labels_T = target_T.masked_fill(is_elsewhere_T, 0).masked_fill(rows.ignored, _IGNORED)
@@ -139,6 +150,15 @@ class VocabularyShard:
             dist.reduce(partial_TH[part], group=self.group, group_dst=owner, async_op=True)
             for owner, part in zip(owners, parts, strict=True)
         ]
+
+
+def check_group(group: object) -> None:
+    """Refuse what is no process group, such as a mesh."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidInputError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}. "
+            "Of a DeviceMesh it is mesh.get_group(dim)"
+        )
 
 
 class _AllRows(torch.autograd.Function):

@@ -1,0 +1,153 @@
+"""``token_logprob`` of logits whose vocabulary is split over several ranks.
+
+test_heads_on_ranks.py runs this file once for each rank, in processes that meet at a file; pytest does not collect it
+by itself. Every rank runs every test, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.ops import token_logprob
+from tests.accuracy import assert_as_accurate
+from tests.kernels.plain import assert_equal_in_float64
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+DEVICE = torch.device(os.environ["TEST_DEVICE"], RANK if os.environ["TEST_DEVICE"] == "cuda" else None)
+N, L, V = 3, 24, 101
+CUTS = {
+    2: [(0, 37, V), (0, 0, V), (0, V, V)],  # uneven; a rank without tokens, first or last
+    3: [(0, 37, 40, V), (0, 0, V, V), (0, 50, 50, V)],
+}[SIZE]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world(request: pytest.FixtureRequest) -> Iterator[None]:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        options = {"backend": "nccl", "device_id": DEVICE}
+    store = dist.FileStore(os.environ["TEST_STORE"], SIZE)
+    dist.init_process_group(store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=180), **options)
+    yield
+    if not request.session.testsfailed:  # NCCL would wait for the other ranks, and nobody read what failed here
+        dist.destroy_process_group()
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def random_logits(dtype: torch.dtype) -> Tensor:
+    """[N, L, V], the same on every rank."""
+    return (torch.randn(N, L, V, generator=torch.Generator().manual_seed(0)) * 4).to(DEVICE, dtype)
+
+
+def random_targets() -> Tensor:
+    targets = torch.randint(0, V, (N, L), generator=torch.Generator().manual_seed(1))
+    targets[0, :3] = torch.tensor([0, V - 1, -100])
+    return targets.to(DEVICE)
+
+
+def random_mask() -> Tensor:
+    """bool [N, L, V] with some targets outside, and rows in which the first rank keeps nothing."""
+    mask = torch.rand(N, L, V, generator=torch.Generator().manual_seed(2)).to(DEVICE) > 0.3
+    mask[1, :, : CUTS[0][1]] = False
+    mask[1, :, -1] = True
+    return mask
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "with_entropy": True},
+    {"temperature": torch.linspace(0.5, 2, N * L, dtype=torch.float64, device=DEVICE).view(N, L), "with_entropy": True},
+    {"keep_mask": random_mask(), "with_entropy": True},
+    {"inplace_backward": True, "with_entropy": True},
+]
+
+
+def results(logits: Tensor, targets: Tensor, columns: slice, **options: Any) -> list[Tensor]:
+    """Return the scores, and the gradient of ``columns`` of the logits."""
+    leaf = logits.detach().requires_grad_()
+    found = token_logprob(leaf * 1, targets, **options)
+    slope = torch.linspace(-1, 2, targets.numel(), dtype=found.logprob.dtype, device=DEVICE).view(targets.shape)
+    is_there = found.logprob.isfinite()
+    total = (slope * found.logprob)[is_there].sum()
+    if found.entropy is not None:
+        total = total + (slope.cos() * found.entropy)[is_there].sum()
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return [*(x for x in found if x is not None), gradient[..., columns]]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "entropy", "temperatures", "mask", "in place"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_scores_and_gradients_are_those_of_one_process(
+    cuts: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    logits, targets, own = random_logits(dtype), random_targets(), slice(cuts[RANK], cuts[RANK + 1])
+    logits[0, 2] = math.nan  # an ignored row
+    here = dict(options)
+    if "keep_mask" in here:
+        here["keep_mask"] = here["keep_mask"][..., own]
+    found = results(logits[..., own], targets, slice(None), group=group(), **here)
+    want = results(logits, targets, own, implementation="chunked", **options)
+    assert not found[0][0, 2] and not found[-1][0, 2].any()
+    if dtype == torch.float64:
+        assert_equal_in_float64(found, want, terms=N * L + V)
+        return
+    exact = results(logits.double(), targets, own, implementation="reference", **options)
+    assert [x.shape for x in found] == [x.shape for x in want]
+    for sides in zip(found, want, exact, strict=True):
+        if sides[0].numel():  # a rank without columns has no gradient to compare
+            assert_as_accurate(*sides)
+
+
+def test_shapes_that_do_not_flatten_and_ones_without_rows() -> None:
+    logits, targets, own = random_logits(torch.float64), random_targets(), slice(CUTS[0][RANK], CUTS[0][RANK + 1])
+    want = results(logits[:, :-1], targets[:, 1:], own, with_entropy=True)
+    found = results(logits[..., own][:, :-1], targets[:, 1:], slice(None), with_entropy=True, group=group())
+    assert_equal_in_float64(found, want, terms=N * L + V)
+    nothing = logits[..., own].reshape(-1, own.stop - own.start)[:0].requires_grad_()
+    scores = token_logprob(nothing, targets.flatten()[:0], with_entropy=True, group=group())
+    (scores.logprob.sum() + scores.entropy.sum()).backward()
+    assert scores.logprob.shape == (0,) and nothing.grad is not None
+
+
+def test_the_results_are_the_same_bits_on_every_rank() -> None:
+    own = slice(CUTS[0][RANK], CUTS[0][RANK + 1])
+    found = token_logprob(random_logits(torch.float32)[..., own], random_targets(), with_entropy=True, group=group())
+    for values in found:
+        of_all = [torch.empty_like(values) for _ in range(SIZE)]
+        dist.all_gather(of_all, values)
+        assert all(torch.equal(values, other) for other in of_all)
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_DEBUG", "1")
+    logits, targets = random_logits(torch.float32)[0, :, CUTS[0][RANK] : CUTS[0][RANK + 1]], random_targets()[1]
+    wrong = targets.clone()
+    wrong[7] = V
+    with pytest.raises(InvalidInputError, match=rf"targets must be token ids in \[0, {V}\) .* got {V} at \[7\]"):
+        token_logprob(logits, wrong, group=group())
+    with pytest.raises(InvalidInputError, match="ranks of group must score the same rows; they have"):
+        token_logprob(logits[RANK:], targets[RANK:], group=group())
+    with pytest.raises(InvalidInputError, match=r"logits must be \[..., T, V\] with V > 0 on some rank of group"):
+        token_logprob(logits[:, :0], targets, group=group())
+    with pytest.raises(InvalidInputError, match=r"group must be a torch.distributed.ProcessGroup .*; got int"):
+        token_logprob(logits, targets, group=3)
+    with pytest.raises(UnsupportedError, match="chunked: it needs the whole vocabulary on one rank; gather it and"):
+        token_logprob(logits, targets, group=group(), implementation="chunked")
+    with pytest.raises(UnsupportedError, match="vocab_parallel: it is for a vocabulary split over the ranks of group="):
+        token_logprob(random_logits(torch.float32), random_targets(), implementation="vocab_parallel")
