@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
 from tests.accuracy import assert_as_accurate, assert_within_rounding
 
@@ -22,7 +22,9 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: make test-slow, o
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
-from rlcore.integrations.trl import RlcoreGRPOTrainer, _use, accelerate_trl  # noqa: E402  # needs TRL
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TRL warns of a vLLM that is newer than it
+    from rlcore.integrations.trl import RlcoreGRPOTrainer, _use, accelerate_trl
 
 PROMPT, COMPLETION = 6, 9
 LOSSES: dict[str, dict[str, Any]] = {
@@ -55,11 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=len(letters),
-        hidden_size=32,
+        hidden_size=64,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=64,
         tie_word_embeddings=False,
         pad_token_id=0,
@@ -173,8 +175,8 @@ def test_losses_gradients_and_statistics_are_trls(make: Make, name: str) -> None
     assert_as_accurate(found, reference, truth, what=name)
     assert told.keys() == expected.keys() == known.keys()
     for key, (value,) in known.items():
-        # Of numbers up to 4 (nats; ratios near 1): 32 products a logit, 31 logits, the mean over 53 tokens.
-        assert_within_rounding(torch.tensor(told[key]), torch.tensor([value]), terms=32 + 31 + 53, magnitude=4.0)
+        # Of numbers up to 4 (nats; ratios near 1): 64 products a logit, 31 logits, the mean over 53 tokens.
+        assert_within_rounding(torch.tensor(told[key]), torch.tensor([value]), terms=64 + 31 + 53, magnitude=4.0)
 
 
 # -------------------------------------------------------------------------------------------- whole programs
@@ -286,4 +288,3 @@ def test_vllm_in_the_same_process_samples_with_the_weights_of_the_trainer(
     trainer.train()
     moved = [line["sampling/sampling_logp_difference/max"] for line in trainer.state.log_history[:-1]]
     assert len(moved) == 3 and max(moved) < 0.02, moved
-    assert rlcore.get_device("cpu").spec.is_host
