@@ -15,7 +15,7 @@ test: .venv/dev.installed  ## What to run after each change: under five minutes,
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
@@ -37,7 +37,7 @@ results: .venv/dev.installed  ## README's table, docs/results.md, docs/report.ht
 	@$(BIN)/python -m rlcore.bench.publish README.md
 	@$(BIN)/python -m rlcore.conformance.table bench/results/conformance/*.json --into docs/devices.md
 
-docs: results  ## The documentation site, in outputs/docs; a warning fails
+docs: .venv/docs.installed results  ## The documentation site, in outputs/docs; a warning fails
 	@$(BIN)/python -m sphinx -q -W --keep-going docs outputs/docs
 	@echo "outputs/docs/index.html"
 

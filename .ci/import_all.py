@@ -17,6 +17,7 @@ INSTALLED = Path(rlcore.__file__).resolve().parent
 NEEDS = {
     "rlcore.bench.pytest_plugin": "pytest",
     "rlcore.engines.sampling.hf.kv_cache": "transformers",
+    "rlcore.integrations.trl": "trl",
     "rlcore.kernels.linear.rows": "triton",
     "rlcore.kernels.linear.tiled": "triton",
     "rlcore.kernels.linear.tile_budget": "triton",

@@ -50,7 +50,7 @@ class InferenceEngine(Engine, ReceivingEngine):
         self._path = Path(path)
         self._version = 0
         self._sync_state = SyncState.SERVING
-        self._contents = object()
+        self._mark = object()
         self._router: RequestRouter
         super().__init__(executor)
 
@@ -65,7 +65,7 @@ class InferenceEngine(Engine, ReceivingEngine):
         self._router = RequestRouter(self._built_group())
         self._call(InferenceExecutor.build, self._path, **options)
         self._version, self._sync_state = 0, SyncState.SERVING
-        self._contents = object()
+        self._mark = object()
 
     # -------------------------------------------------------------------------------------------- generate
 
@@ -208,17 +208,17 @@ class InferenceEngine(Engine, ReceivingEngine):
         return self._sync_state
 
     @property
-    def contents(self) -> object | None:
+    def _contents(self) -> object | None:
         """An object that is replaced whenever the weights are overwritten; None while there are none."""
-        return None if self._residency.states["weights"] is State.EMPTY else self._contents
+        return None if self._residency.states["weights"] is State.EMPTY else self._mark
 
-    def receiving_group(self) -> WorkerGroup:
+    def _receiving_group(self) -> WorkerGroup:
         """Return the workers that take new weights; raise StateError when their weights are not on the device."""
         self._require("weights", "sync_weights()", may_be_empty=True)
         return self._built_group()
 
     @contextlib.contextmanager
-    def receiving(self, *, is_staged: bool) -> Iterator[None]:
+    def _receiving(self, *, is_staged: bool) -> Iterator[None]:
         """Inside, a weight sync is under way: the engine refuses to generate, unless the old weights stay whole."""
         if self._sync_state is SyncState.SERVING and not is_staged:
             self._sync_state = SyncState.PAUSED
@@ -228,11 +228,11 @@ class InferenceEngine(Engine, ReceivingEngine):
             if self._sync_state is SyncState.PAUSED:
                 self._sync_state = SyncState.SERVING
 
-    def poison(self) -> None:
-        """Refuse to generate until ``commit``: the weights are about to be overwritten."""
-        self._sync_state, self._contents = SyncState.POISONED, object()
+    def _poison(self) -> None:
+        """Refuse to generate until ``_commit``: the weights are about to be overwritten."""
+        self._sync_state, self._mark = SyncState.POISONED, object()
 
-    def commit(self, version: int) -> None:
+    def _commit(self, version: int) -> None:
         """Note that the weights are whole, and of this version."""
         self._version, self._sync_state = version, SyncState.SERVING
         self._residency.set("weights", State.LOADED)
@@ -245,7 +245,7 @@ class InferenceEngine(Engine, ReceivingEngine):
             StateError: the weights are not on the device.
             CheckpointError, SyncError: the folder is damaged or of another model; nothing is changed then.
         """
-        self.receiving_group()
+        self._receiving_group()
         self._call(InferenceExecutor.read_weights, Path(path or self._path))
         version = 0 if path is None else self._version + 1
         with poisoned([self], version):

@@ -50,6 +50,7 @@ ELSEWHERE = {
         f"rlcore.examples.{name}"
         for name in ("framework_author", "hardware_buyer", "researcher", "rlite_tutorial", "sampler_parity")
     ),
+    "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
     "tests/kernels/interpreted_triton.py": ("rlcore.kernels.linear.rows", "rlcore.kernels.linear.tiled"),
 }
 """A file of tests -> the modules that it has other processes import, which therefore no process of the tests does."""

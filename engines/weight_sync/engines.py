@@ -17,7 +17,11 @@ from rlcore.types import SyncReport
 
 
 class ReceivingEngine(ABC):
-    """An engine that takes the weights of a train engine; ``InferenceEngine`` is one."""
+    """An engine that takes the weights of a train engine; ``InferenceEngine`` is one.
+
+    What only a weight sync calls is private: a program that poisoned or committed an engine would break its promise
+    that the weights are whole.
+    """
 
     @property
     @abstractmethod
@@ -31,23 +35,23 @@ class ReceivingEngine(ABC):
 
     @property
     @abstractmethod
-    def contents(self) -> object | None:
+    def _contents(self) -> object | None:
         """Another object whenever the weights are overwritten; None when there are none."""
 
     @abstractmethod
-    def receiving_group(self) -> WorkerGroup:
+    def _receiving_group(self) -> WorkerGroup:
         """Return the workers that take new weights; raises StateError when theirs are not on the device."""
 
     @abstractmethod
-    def receiving(self, *, is_staged: bool) -> AbstractContextManager[None]:
+    def _receiving(self, *, is_staged: bool) -> AbstractContextManager[None]:
         """Return what is entered for a round; ``is_staged`` leaves the old weights whole until its end."""
 
     @abstractmethod
-    def poison(self) -> None:
-        """Refuse to serve until ``commit``: the weights are about to be overwritten."""
+    def _poison(self) -> None:
+        """Refuse to serve until ``_commit``: the weights are about to be overwritten."""
 
     @abstractmethod
-    def commit(self, version: int) -> None:
+    def _commit(self, version: int) -> None:
         """Serve the weights, which are whole and of this version."""
 
 
@@ -81,7 +85,7 @@ class WeightSync:
             make_options: takes ``RoundOptions.is_same``.
         """
         key = tuple(targets)
-        groups = [group, *(target.receiving_group() for target in targets)]
+        groups = [group, *(target._receiving_group() for target in targets)]
         known = self._known.get(key)
         options = make_options(known is not None and known.weights == _weights(num_changes, targets))
         if known is None or known.groups != groups:
@@ -91,7 +95,7 @@ class WeightSync:
         self._known[key] = known
         with ExitStack() as stack:
             for target in targets:
-                stack.enter_context(target.receiving(is_staged=options.is_staged))
+                stack.enter_context(target._receiving(is_staged=options.is_staged))
             report = known.session.run(options, lambda: poisoned(targets, options.version))
         self._known[key] = known._replace(weights=_weights(num_changes, targets))
         return report
@@ -113,7 +117,7 @@ class WeightSync:
 
 
 def _weights(num_changes: int, targets: Sequence[ReceivingEngine]) -> tuple[object, ...]:
-    return (num_changes, *(target.contents for target in targets))
+    return (num_changes, *(target._contents for target in targets))
 
 
 def _session(groups: Sequence[WorkerGroup], timeout_s: float) -> SyncSession:
@@ -134,7 +138,7 @@ def _session(groups: Sequence[WorkerGroup], timeout_s: float) -> SyncSession:
 def poisoned(engines: Sequence[ReceivingEngine], version: int) -> Iterator[None]:
     """Inside, and after an error, the engines refuse to generate; a clean end commits ``version`` on all."""
     for engine in engines:
-        engine.poison()
+        engine._poison()
     try:
         yield
     except Exception as error:
@@ -143,7 +147,7 @@ def poisoned(engines: Sequence[ReceivingEngine], version: int) -> Iterator[None]
             "a mixture and refuses to generate; sync again, or reload with load()"
         ) from error
     for engine in engines:
-        engine.commit(version)
+        engine._commit(version)
 
 
 def as_targets(given: ReceivingEngine | Sequence[ReceivingEngine]) -> list[ReceivingEngine]:

@@ -69,7 +69,8 @@ def linear_logprob(
         targets: [T], or [..., T]; int64 or int32 token ids, or ``ignore_index``.
         bias: [V], any float dtype.
         temperature: the sampler's; > 0, a float or one for each target.
-        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
+        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature. A head
+            that scales by s first and then caps at c, as TRL's, is ``softcap=c / s, logit_scale=s``.
         logit_scale: > 0; multiplies the logits.
         with_entropy: also the (differentiable) entropy.
         ignore_index: rows with this target give 0 and get a gradient of exactly 0, whatever they hold.
@@ -103,30 +104,30 @@ def linear_logprob(
                 implementation,
             )
         )
-    else:
-        found = _run(
-            inputs,
-            rows.targets,
-            implementation,
-            temperature=rows.temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            with_entropy=with_entropy,
-            ignore_index=ignore_index,
-            group=group,
-            memory_budget_bytes=memory_budget_bytes,
-        )
-    return shaped_like(targets, found)
+        return shaped_like(targets, found)
+    return _run(
+        inputs,
+        rows.targets,
+        targets,
+        implementation,
+        temperature=rows.temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        with_entropy=with_entropy,
+        ignore_index=ignore_index,
+        group=group,
+        memory_budget_bytes=memory_budget_bytes,
+    )
 
 
 @graph_break("linear_logprob with group= exchanges statistics with other ranks")
-def _run(inputs: HeadInputs, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
-    problem = linear_head_problem(inputs, targets, **options)
+def _run(inputs: HeadInputs, target_T: Tensor, targets: Tensor, implementation: str | None, **options: Any) -> Logprobs:
+    """Return the scores of ``target_T`` in the shape of ``targets``; all of it is one graph break."""
+    problem = linear_head_problem(inputs, target_T, **options)
     inputs = problem.whole(inputs)
     run = choose("linear_logprob", problem.query(inputs), implementation).fn
     with unlowered(inputs.hidden.device.type):
-        result: Logprobs = run(*inputs, problem)
-    return result
+        return shaped_like(targets, run(*inputs, problem))
 
 
 def linear_logprob_reference(

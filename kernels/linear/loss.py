@@ -98,7 +98,8 @@ def linear_loss(
         with_entropy: compute the entropy; False passes None to ``loss_fn``.
         bias: [V], any float dtype.
         temperature: the sampler's; > 0, a float or [T].
-        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature.
+        softcap: > 0; logits become ``softcap * tanh(logits / softcap)`` before the scale and the temperature. A head
+            that scales by s first and then caps at c, as TRL's, is ``softcap=c / s, logit_scale=s``.
         logit_scale: > 0; multiplies the logits.
         ignore_index: the target of rows that do not count.
         group: a process group over which the vocabulary is split.

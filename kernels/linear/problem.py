@@ -134,6 +134,8 @@ def head_inputs(
     if bias is not None:
         check_float("bias", bias)
         check_shape("bias", bias, (len(weight),), "one value for each row of weight")
+    if hidden.dtype == weight.dtype:  # in compiled code .to() is an operation, also to the same dtype
+        return inputs
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return HeadInputs(hidden.to(dtype), weight.to(dtype), bias)
 

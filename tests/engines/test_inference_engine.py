@@ -446,3 +446,13 @@ def test_acceptable_node_ips_must_name_this_host(qwen2_folder: Path) -> None:
         engine.build(devices="cpu", acceptable_node_ips="127.0.0.1")
     with engine:
         assert engine.build(devices="cpu", acceptable_node_ips=["192.0.2.7", "127.0.0.1"]).is_built
+
+
+def test_the_engine_shows_what_a_program_calls_and_no_step_of_a_weight_sync() -> None:
+    found = {name for name in dir(rlcore.InferenceEngine) if not name.startswith("_")}
+    assert found == {
+        *("build", "close", "restart", "is_built", "device", "devices", "executors", "label", "kind", "tags"),
+        *("takes_all_devices", "onload", "offload", "meta", "cpu", "cuda", "npu", "to", "state", "memory_report"),
+        *("generate", "generate_turns", "submit", "collect", "abort", "pause", "resume"),
+        *("load", "version", "sync_state"),
+    }

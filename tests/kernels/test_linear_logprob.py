@@ -15,8 +15,10 @@ from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_r
 from tests.kernels.plain import (
     assert_equal_in_float64,
     assert_scores_as_accurate,
+    doubled,
     gradients,
     linear_scores,
+    token_scores,
 )
 
 IMPLEMENTATIONS = ["reference", "chunked"]
@@ -299,6 +301,20 @@ def test_rows_may_have_several_dimensions(implementation: str) -> None:
         assert torch.equal(one, other)
     shifted = linear_logprob(whole[:, :-1], weight, targets.view(2, 12)[:, 1:], **options)
     assert torch.equal(shifted.logprob[1], linear_logprob(hidden[12:23], weight, targets[13:], **options).logprob)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_scale_before_the_softcap_is_one_after_a_smaller_softcap(implementation: str) -> None:
+    hidden, weight, targets = (x.detach() for x in random_inputs(20, 6, 30))
+    leaves = doubled(hidden, weight)
+    scale, cap = 0.4, 1.5
+    found = linear_logprob(
+        *leaves, targets, softcap=cap / scale, logit_scale=scale, with_entropy=True, implementation=implementation
+    )
+    logits = cap * torch.tanh(leaves[0] @ leaves[1].T * scale / cap)
+    want = token_scores(logits, targets)
+    assert_equal_in_float64(list(found), list(want), terms=64)
+    assert_equal_in_float64(gradients(found, leaves), gradients(want, leaves), terms=64)
 
 
 GOOD = {

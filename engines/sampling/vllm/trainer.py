@@ -9,6 +9,7 @@ engine.send_weights()
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -125,8 +126,12 @@ class RlcoreTrainerWeightTransferEngine(_TransferEngine):  # type: ignore[misc, 
         info = self._info
         self._controls = accept_controls(info.address, info.num_workers, info.timeout_s, are_coming=are_coming)
 
-    def send_weights(self) -> SyncReport | None:
-        """Send the weights; all ranks call it together. Return None on a rank that has nothing to send."""
+    def send_weights(self, version: int | None = None) -> SyncReport | None:
+        """Send the weights; all ranks call it together. Return None on a rank that has nothing to send.
+
+        Args:
+            version: their number, which a vLLM that numbers weights is told; None is one more than the last.
+        """
         if not isinstance(self.source, WeightsInPlace):
             self._drop_copies()
         self._given = self._read()
@@ -135,13 +140,20 @@ class RlcoreTrainerWeightTransferEngine(_TransferEngine):  # type: ignore[misc, 
         if self._sender is None:
             self._sender = WeightSender(lambda: self._given, self._controls)
         if not self.is_sender:
-            return self._send(self._sender)
+            return self._send(self._sender, version)
         self.client.start_weight_update()
         update = {"timeout_s": self._info.timeout_s}
         sender = self._sender
-        report = _beside(lambda: self.client.update_weights(update), lambda _: self._send(sender))
-        self.client.finish_weight_update()
+        report = _beside(lambda: self.client.update_weights(update), lambda _: self._send(sender, version))
+        self._finish(report.version)
         return report
+
+    def _finish(self, version: int) -> None:
+        finish = self.client.finish_weight_update
+        if "weight_version" in inspect.signature(finish).parameters:
+            finish(weight_version=str(version))
+        else:  # older versions of vLLM number no weights
+            finish()
 
     def _drop_copies(self) -> None:
         """Drop the last round's tensors before the next are gathered: memory may not suffice for two models."""
@@ -149,8 +161,8 @@ class RlcoreTrainerWeightTransferEngine(_TransferEngine):  # type: ignore[misc, 
         if self._sender is not None:
             self._sender.revoke()
 
-    def _send(self, sender: WeightSender) -> SyncReport:
-        return sender.send(timeout_s=self._info.timeout_s)
+    def _send(self, sender: WeightSender, version: int | None) -> SyncReport:
+        return sender.send(version, timeout_s=self._info.timeout_s)
 
     def _read(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that this rank sends. Called once a round: a source may gather, all ranks together."""

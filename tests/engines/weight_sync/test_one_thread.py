@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +153,42 @@ def test_receivers_that_are_none_are_refused() -> None:
         rlcore.WeightSender({"x": tensor}, [here, Unused()])
     with pytest.raises(InvalidInputError, match="got a WeightReceiver that has a channel; give it the channel's other"):
         rlcore.WeightSender({"x": tensor}, there)
+
+
+RANKS = """
+    import json, os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    import rlcore
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    whole = {"a": torch.arange(35.0).view(7, 5), "b": torch.arange(3.0)}
+    given = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    served = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    receiver = rlcore.WeightReceiver(served)
+    sender = rlcore.WeightSender(given, receiver)
+    found = []
+    for step in (1, 2):
+        for tensor in given.values():
+            tensor.to_local().add_(1)
+        report = sender.send()
+        found.append([report.route, all(torch.equal(served[name], whole[name] + step) for name in whole)])
+    sender.close()
+    receiver.close()
+    with open(f"{sys.argv[1]}/{dist.get_rank()}.json", "w") as file:
+        json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_of_a_sharded_trainer_has_a_receiver_in_its_own_thread(
+    tmp_path: Path, torchrun: Callable[..., None]
+) -> None:
+    torchrun(RANKS, tmp_path)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [["packed", True]] * 2

@@ -47,7 +47,7 @@ class Client:
     """A client like vLLM's, with workers in this process."""
 
     def __init__(self, models: list[nn.Module]) -> None:
-        self.models, self.called = models, list[str]()
+        self.models, self.called, self.versions = models, list[str](), list[str | None]()
         self.receivers: list[rlcore.WeightReceiver] = []
         self.refuses = ""
 
@@ -76,6 +76,14 @@ class Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._each("finish", print, ())
+        self.versions.append(weight_version)
+
+
+class UnnumberedClient(Client):
+    """A client of a vLLM that numbers no weights."""
+
+    def finish_weight_update(self) -> None:  # type: ignore[override]
+        super().finish_weight_update()
 
 
 @pytest.fixture
@@ -116,6 +124,19 @@ def test_each_round_all_workers_get_the_weights(kind: Any, policy: nn.Module, cl
     assert client.called == ["init", *["start", "update", "finish"] * 2]
     engine.shutdown()
     assert not Path(info.address).exists()
+
+
+@pytest.mark.parametrize("kind", [Client, UnnumberedClient])
+def test_vllm_is_told_the_version_where_it_numbers_weights(kind: type[Client], policy: nn.Module, info: Any) -> None:
+    client = kind([nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 3)).bfloat16() for _ in range(2)])
+    engine = RlcoreTrainerWeightTransferEngine.trainer_init(init_info=info, client=client, source=ModuleWeights(policy))
+    reports = [engine.send_weights(), engine.send_weights(version=7), engine.send_weights()]
+    assert [report.version for report in reports if report] == [1, 7, 8]
+    assert client.versions == (["1", "7", "8"] if kind is Client else [None] * 3)
+    engine.shutdown()
+    for receiver in client.receivers:
+        receiver.close()
+        receiver._control.close()  # type: ignore[union-attr]
 
 
 def test_vllm_0_26_gives_its_configuration_first(policy: nn.Module, client: Client, info: Any) -> None:
