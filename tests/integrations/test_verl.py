@@ -339,3 +339,6 @@ def test_a_move_elsewhere_is_refused_and_of_fsdp2s_own_offload_nothing_moves(one
         engine.to("cpu", model=False)
     engine.to("cpu")
     engine.module(torch.randn(4, 8))
+    engine._uses_fsdp2_cpu_offload_policy = True
+    assert not engine.is_param_offload_enabled
+    assert not engine.is_optimizer_offload_enabled
