@@ -15,7 +15,7 @@ test: .venv/dev.installed  ## What to run after each change: under five minutes,
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/trl.installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types

@@ -50,6 +50,7 @@ ELSEWHERE = {
         f"rlcore.examples.{name}"
         for name in ("framework_author", "hardware_buyer", "researcher", "rlite_tutorial", "sampler_parity")
     ),
+    "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
     "tests/integrations/test_verl.py": tuple(
         f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin")
     ),

@@ -109,6 +109,8 @@ class Ranks:
         ended = {rank for rank, (_, value) in enumerate(answers) if value is EOFError}
         if failures or not ended <= set(may_end):
             self.stop()  # groups that they share may be broken
+        for rank in ended & set(range(len(self._processes))):
+            self._end(rank)  # its connection has; an interpreter can take longer
         assert not failures, "\n".join(failures)
         assert ended <= set(may_end), f"the processes of ranks {ended} ended"
         return [None if value is EOFError else value for _, value in answers]

@@ -217,7 +217,8 @@ def vespo(b: Batch) -> Tensor:
 
 def opsm(b: Batch) -> Tensor:
     A = grpo_advantage(b)
-    kept = (A >= 0) | (b.sequence_mean(b.old - b.x) <= 1e-4)
+    delta = 1e-4
+    kept = (A >= 0) | (b.sequence_mean(b.old - b.x) <= delta)
     return token_mean(b, kept.detach() * b.clipped(A, 0.2, 0.2))
 
 

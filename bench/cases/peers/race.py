@@ -112,7 +112,8 @@ def _prepare(shape: ModelShape, changes: Mapping[str, Any], device: Device) -> W
     steps.begin("model folder")
     folder = Folder(shape, torch.float32 if is_host else torch.bfloat16, device)
     load = replace(RaceLoad(str(folder.path), device.name, shape.vocabulary), **changes)
-    shown = {name: getattr(load, name) for name in ("prompts", "samples", "prompt_tokens", "new_tokens", "recomputes")}
+    shown = {name: getattr(load, name) for name in ("prompts", "samples", "prompt_tokens", "new_tokens")}
+    shown["recompute"] = str(load.recomputes)
     contenders = tuple(
         Contender(
             name,

@@ -27,6 +27,7 @@ from rlcore.registry import get_device
 _LEARNING_RATE = 1e-6
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _POLL_S = 0.02
+_NUM_SPECIAL = 2
 
 
 class Stopwatch:
@@ -39,13 +40,14 @@ class Stopwatch:
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._started = 0.0
         self.peak_bytes = 0
-        threading.Thread(target=self._poll, daemon=True).start()
+        self._is_over = threading.Event()
+        self._poller = threading.Thread(target=self._poll, daemon=True)
+        self._poller.start()
 
     def _poll(self) -> None:
-        while True:
+        while not self._is_over.wait(_POLL_S):
             memory = self._device.memory.info()
             self.peak_bytes = max(self.peak_bytes, memory.total_bytes - memory.free_bytes)
-            time.sleep(_POLL_S)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,12 +78,14 @@ class Stopwatch:
             "parity": parity,
         }
         path.write_text(json.dumps(times))
+        self._is_over.set()
+        self._poller.join()  # one that is in a driver when Python ends would abort the program
 
 
 def _reward(text: str) -> float:
-    """Return the share of even tokens: the text of a token is its number."""
+    """Return the share of even tokens: the text of a token is its number, or the name of a special one."""
     words = text.split()
-    return sum(int(word) % 2 == 0 for word in words) / max(1, len(words))
+    return sum(word.isdigit() and int(word) % 2 == 0 for word in words) / max(1, len(words))
 
 
 def _tokenizer(load: RaceLoad) -> Any:
@@ -89,10 +93,10 @@ def _tokenizer(load: RaceLoad) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {str(number): number for number in range(load.vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    words = {"<pad>": 0, "<eos>": 1} | {str(number): number for number in range(_NUM_SPECIAL, load.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", eos_token="1")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.save_pretrained(load.folder)
     return fast
 
@@ -100,7 +104,7 @@ def _tokenizer(load: RaceLoad) -> Any:
 def _prompts(load: RaceLoad) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     found: list[list[int]] = torch.randint(
-        2, load.vocabulary, (load.prompts, load.prompt_tokens), generator=generator
+        _NUM_SPECIAL, load.vocabulary, (load.prompts, load.prompt_tokens), generator=generator
     ).tolist()
     return found
 

@@ -18,7 +18,7 @@ from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
-from rlcore.weights.source import TensorSlices, in_files
+from rlcore.weights.source import TensorSlices, WeightSource, in_files
 
 
 class VllmTarget(Target):
@@ -37,10 +37,17 @@ class VllmTarget(Target):
     def checkpoint(self) -> dict[str, Tensor] | None:
         """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
         try:
-            files = check_model_folder(self._vllm_config.model_config.model).weight_files
+            return {name: _on_meta(found) for name, found in self.first_weights().items()}
         except CheckpointError:
             return None
-        return {name: _on_meta(found) for name, found in in_files(files).items()}
+
+    def first_weights(self) -> WeightSource:
+        """Return the weights that vLLM has loaded first.
+
+        Raises:
+            CheckpointError: vLLM has a name and no folder, or files of another kind.
+        """
+        return in_files(check_model_folder(self._vllm_config.model_config.model).weight_files)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the live tensors, kept from the first call on: a reload takes them out of the model for a while."""

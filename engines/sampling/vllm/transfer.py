@@ -16,17 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
-from rlcore.engines.sampling.vllm.reload_check import differing_after_reload
+from rlcore.engines.sampling.vllm.reload_check import check_reload
 from rlcore.engines.sampling.vllm.target import VllmTarget
 from rlcore.engines.weight_sync.api import WeightReceiver
 from rlcore.engines.weight_sync.channels.connections import connect_control
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.errors import StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
-from rlcore.weights.source import in_files
 
 
 @dataclass(frozen=True)
@@ -67,27 +65,10 @@ class RlcoreWeightTransferEngine(versions.weight_transfer_base()):  # type: igno
         self.shutdown()
         target = VllmTarget(self.model, self.vllm_config, get_device(str(self.device)))
         if target.device.spec.is_host and not self._is_checked:
-            self._check_reload(target)
+            check_reload(target)
             self._is_checked = True
         control = connect_control(init_info.address, timeout_s=init_info.timeout_s)
         self._control, self._receiver = control, WeightReceiver(target, control)
-
-    def _check_reload(self, target: VllmTarget) -> None:
-        """Refuse packed weights: vLLM's build for the CPU packs weights as it loads them, those of experts always.
-
-        It is called while the model has the weights of its folder.
-        """
-        if versions.packs_weights():
-            raise UnsupportedError(
-                "rlcore_ipc in vLLM's build for the CPU, as it is set",
-                "it packs weights and then generates with its copies; set RLCORE_VLLM_PLAIN_WEIGHTS=1 before it starts",
-            )
-        folder = check_model_folder(self.vllm_config.model_config.model)
-        if found := differing_after_reload(target, in_files(folder.weight_files)):
-            raise UnsupportedError(
-                "rlcore_ipc in vLLM's build for the CPU with this model",
-                f"it reloads {len(found)} tensors otherwise than it first loaded them, such as {found[0]!r}",
-            )
 
     def start_weight_update(self) -> None:
         """Prepare nothing: a round begins when the trainer begins it."""

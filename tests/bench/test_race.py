@@ -1,0 +1,52 @@
+"""The race's clock, its texts, and a side that fails. The sides themselves need vLLM and TRL, and run on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import rlcore
+from rlcore.bench.cases.peers import race, race_sides
+from rlcore.errors import BenchError
+
+pytest.importorskip("transformers")
+LOAD = race.RaceLoad("", "cpu", vocabulary=50, prompts=2, samples=4, prompt_tokens=6, new_tokens=3, steps=3)
+
+
+def test_phases_of_a_step_come_to_the_whole_and_the_first_step_is_left_out(tmp_path: Path) -> None:
+    watch = race_sides.Stopwatch(rlcore.get_device("cpu"))
+    for seconds in (0.2, 0.02, 0.02):
+        watch.begin()
+        with watch.phase("generate"):
+            time.sleep(seconds)
+        time.sleep(0.01)
+        watch.end()
+    watch.write(tmp_path / "times.json", parity=0.01)
+    times = race.SideTimes(**json.loads((tmp_path / "times.json").read_text()))
+    assert len(times.seconds) == 2 and times.phases.keys() == set(race.PHASES)
+    for number, step in enumerate(times.seconds):
+        of_phases = [spent[number] for spent in times.phases.values()]
+        assert sum(of_phases) == pytest.approx(step)
+        assert times.phases["generate"][number] >= 0.02 and times.phases["rest"][number] >= 0.01
+    assert times.peak_bytes > 0
+    found = race._quantities(times, LOAD.num_tokens)
+    assert found["new_tokens"].value == [2 * 4 * 3 / seconds for seconds in times.seconds]
+
+
+def test_the_text_of_a_token_is_its_number_and_a_reward_counts_even_ones(tmp_path: Path) -> None:
+    tokenizer = race_sides._tokenizer(dataclasses.replace(LOAD, folder=str(tmp_path)))
+    for prompt in race_sides._prompts(LOAD):
+        assert tokenizer(" ".join(map(str, prompt)))["input_ids"] == prompt
+        assert len(prompt) == LOAD.prompt_tokens
+    assert race_sides._reward(tokenizer.decode([4, 7, 8, 12])) == 0.75
+
+
+def test_a_side_that_fails_says_why() -> None:
+    with pytest.raises(BenchError, match=re.escape("no_such_side ended with exit code 1: ")) as failed:
+        race._run("no_such_side", LOAD)
+    assert "no attribute 'no_such_side'" in str(failed.value)
