@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 NO_GPU := not gpu and not multigpu and not vllm
 
-.PHONY: quickstart test test-all test-slow check gpu-test bench bench-micro results same-python
+.PHONY: quickstart test test-all test-slow check gpu-test bench bench-micro results docs same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
@@ -15,7 +15,7 @@ test: .venv/dev.installed  ## What to run after each change: under five minutes,
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed .venv/trl.installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
@@ -36,6 +36,10 @@ bench-micro: .venv/dev.installed  ## The micro-benchmarks; compare two such file
 results: .venv/dev.installed  ## README's table, docs/results.md, docs/report.html, the schema, and the table of docs/devices.md, from bench/results
 	@$(BIN)/python -m rlcore.bench.publish README.md
 	@$(BIN)/python -m rlcore.conformance.table bench/results/conformance/*.json --into docs/devices.md
+
+docs: .venv/docs.installed results  ## The documentation site, in outputs/docs; a warning fails
+	@$(BIN)/python -m sphinx -q -W --keep-going docs outputs/docs
+	@echo "outputs/docs/index.html"
 
 # Stamps: the second run is instant; a changed pyproject.toml or constraints.txt installs again.
 .venv/%.installed: pyproject.toml constraints.txt | same-python

@@ -17,7 +17,12 @@ INSTALLED = Path(rlcore.__file__).resolve().parent
 NEEDS = {
     "rlcore.bench.pytest_plugin": "pytest",
     "rlcore.engines.sampling.hf.kv_cache": "transformers",
+    "rlcore.integrations.transformers": "transformers",
     "rlcore.integrations.trl": "trl",
+    "rlcore.integrations.verl.engine": "verl",
+    "rlcore.integrations.verl.kernel": "verl",
+    "rlcore.integrations.verl.platform": "verl",
+    "rlcore.integrations.verl.plugin": "verl",
     "rlcore.kernels.linear.rows": "triton",
     "rlcore.kernels.linear.tiled": "triton",
     "rlcore.kernels.linear.tile_budget": "triton",

@@ -1,5 +1,7 @@
 """Every exception that rlcore raises on purpose.
 
+They are of these classes::
+
     RlcoreError
     ├── InvalidInputError (ValueError)         a value the caller gave is outside what is accepted
     ├── UnsupportedError (NotImplementedError)  this device, operator or engine cannot do that; says why

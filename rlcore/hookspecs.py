@@ -2,7 +2,7 @@
 
 A hook carries registrations only (data and import paths, nothing is imported); behaviour lives in the classes
 and functions that the paths name. Decorate an implementation with ``rlcore.hookimpl`` and expose its module as an
-entry point:
+entry point::
 
     [project.entry-points.rlcore]
     acme = "rlcore_acme.plugin"

@@ -1,5 +1,7 @@
 """The module contract: an algorithm is methods on a ``torch.nn.Module`` that an engine runs.
 
+A policy that trains a Qwen2::
+
     class Policy(rlcore.nn.HuggingFaceTrainModule, Qwen2ForCausalLM):
         def on_weights_materialized(self):
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6)

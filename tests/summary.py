@@ -51,9 +51,12 @@ ELSEWHERE = {
         for name in ("framework_author", "hardware_buyer", "researcher", "rlite_tutorial", "sampler_parity")
     ),
     "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
+    "tests/integrations/test_verl.py": tuple(
+        f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin")
+    ),
     "tests/kernels/interpreted_triton.py": ("rlcore.kernels.linear.rows", "rlcore.kernels.linear.tiled"),
 }
-"""A file of tests -> the modules that it has other processes import, which therefore no process of the tests does."""
+"""A file of tests -> the modules that no process of `make test` imports: only other processes do, or slow tests."""
 
 _BEGAN = pytest.StashKey[float]()
 _IMPORTED = pytest.StashKey[set[str]]()

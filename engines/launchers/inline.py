@@ -16,6 +16,7 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.want_of_memory import want_of_memory
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, RlcoreError
+from rlcore.process.status import process_name
 from rlcore.settings import Settings
 
 
@@ -103,6 +104,10 @@ class InlineWorker:
     @property
     def process_id(self) -> int:
         return os.getpid()
+
+    @property
+    def process(self) -> str:
+        return process_name(os.getpid())
 
     def ask_to_stop(self) -> None:
         """End it."""

@@ -108,6 +108,10 @@ class ProcessWorker:
         return self._process.pid
 
     @property
+    def process(self) -> str:
+        return self._process.name
+
+    @property
     def current(self) -> CurrentCall | None:
         return self._process.current
 

@@ -108,7 +108,11 @@ class WorkerHandle(Protocol):
 
     @property
     def process_id(self) -> int:
-        """The process of the worker. Workers of one process can work on each other's tensors."""
+        """The number of the worker's process on its host."""
+
+    @property
+    def process(self) -> str:
+        """The ``process_name`` of the worker's process. Workers of one process can work on each other's tensors."""
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the worker, or of one of its attributes ("module.step"); calls run in their order.

@@ -45,7 +45,7 @@ from rlcore.process.guard import FAMILY
 from rlcore.process.memory_kills import MemoryKills
 from rlcore.process.python_command import python_command
 from rlcore.process.runtime_folder import RuntimeFolder
-from rlcore.process.status import state_of
+from rlcore.process.status import process_name, state_of
 from rlcore.process.tensor_channel import TensorChannel
 
 _log = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ class WorkerProcess:
                 self._popen = self._spawn(theirs.fileno(), environment, python)
             undo.callback(self._popen.__exit__, None, None, None)
             undo.callback(self._popen.kill)
+            self.name = process_name(self.pid)
             self._kills = MemoryKills(Path(f"/proc/{self.pid}/cgroup"))
             self._runtime = RuntimeFolder.open()
             undo.callback(self._runtime.close)

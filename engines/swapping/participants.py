@@ -12,11 +12,12 @@ from rlcore.engines.executors.worker import Worker
 from rlcore.engines.launchers.worker import WorkerHandle
 from rlcore.engines.residency import Move, State
 from rlcore.errors import UnsupportedError
+from rlcore.process.status import process_name
 from rlcore.types import OffloadReport
 
 R = TypeVar("R")
-Site = tuple[int, str]
-"""Process id and device name. The workers at one site can work on each other's tensors."""
+Site = tuple[str, str]
+"""Name of the process and of the device. The workers at one site can work on each other's tensors."""
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
@@ -55,7 +56,7 @@ class SwapParticipant:
     @property
     def runs_here(self) -> bool:
         """The workers live in the user's own process, so that they run in the thread that calls."""
-        return any(process == os.getpid() for process, _ in self.sites)
+        return any(process == process_name(os.getpid()) for process, _ in self.sites)
 
     def call(self, method: Callable[..., R], arguments: Sequence[Arguments]) -> list[R]:
         """Call a method of ``Worker`` on one worker at each site; return the results by site."""
@@ -127,7 +128,7 @@ def _workers(engine: Engine) -> list[WorkerHandle]:
 
 
 def _site(worker: WorkerHandle) -> Site:
-    return worker.process_id, worker.context.device_name
+    return worker.process, worker.context.device_name
 
 
 def _by_site(engine: Engine) -> dict[Site, WorkerHandle]:

@@ -8,7 +8,7 @@ import secrets
 import msgspec
 
 from rlcore.device import Device
-from rlcore.process.status import boot_id, pid_namespace, start_time
+from rlcore.process.status import boot_id, process_name
 
 
 class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +17,9 @@ class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     """Unlike that of any other sender or receiver: after a restart it is another one."""
     process: str
+    """Its ``process_name``."""
     machine: str
+    """The boot id of its host."""
     device: str
     """Registered name of the kind of device."""
     device_name: str
@@ -30,11 +32,10 @@ class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 def endpoint_info(device: Device) -> EndpointInfo:
     """Describe a new sender or receiver of this process, whose tensors are on ``device``."""
-    pid = os.getpid()
     limit = device.memory.limits().get("export_ipc")
     return EndpointInfo(
         epoch=secrets.token_hex(8),
-        process=f"{boot_id()}/{pid_namespace()}/{pid}/{start_time(pid)}",
+        process=process_name(os.getpid()),
         machine=boot_id(),
         device=device.spec.name,
         device_name=device.name,

@@ -38,7 +38,7 @@ class VersionRange:
 
 
 TORCH = ((2, 10), (2, 11), (2, 13), (2, 15))
-"""The minor versions that the tests have run with, as the README's table of evidence says; the first is the floor."""
+"""The minor versions that the tests have run with, as docs/support.md says; the first is the floor."""
 TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
 """Not a range: the parts that rlcore uses were compared with these versions only."""
 VLLM = VersionRange((0, 26), (0, 33))

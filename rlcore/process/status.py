@@ -20,6 +20,15 @@ def start_time(pid: int) -> int | None:
     return None if fields is None or fields[0] == "Z" else int(fields[19])
 
 
+def process_name(pid: int) -> str:
+    """Return a name of a running process that no other one has: on any host, in any container, at any time.
+
+    Raises:
+        UnsupportedError: the kernel is not Linux.
+    """
+    return f"{boot_id()}/{pid_namespace()}/{pid}/{start_time(pid)}"
+
+
 def session_of(pid: int) -> int | None:
     """Return the session of a running process, setsid(2); None if it is not running."""
     fields = _stat(pid)

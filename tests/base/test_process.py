@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import signal
@@ -14,12 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from rlcore.process import status
 from rlcore.process.endings import CONNECTION_LOST, crash_report, how_it_ended
 from rlcore.process.framing import read_message, write_message
 from rlcore.process.memory_kills import MemoryKills
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
 from rlcore.process.socket_address import socket_address
+from rlcore.process.status import process_name
 
 PROGRAM = """\
 import sys, time
@@ -196,3 +199,12 @@ def test_counts_of_a_group_that_has_gone_are_no_error(tmp_path: Path) -> None:
     kills = MemoryKills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
     shutil.rmtree(tmp_path / "pod")
     assert kills.explanation().startswith("sent by somebody")
+
+
+def test_a_process_has_a_name_that_no_other_has_on_any_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = process_name(os.getpid())
+    assert own == process_name(os.getpid()) != process_name(os.getppid())
+    for fact in ("boot_id", "pid_namespace", "start_time"):  # of another host, container, time
+        with monkeypatch.context() as patch:
+            patch.setattr(status, fact, lambda *_: "another")
+            assert process_name(os.getpid()) != own

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MADE = {"docs/results.md"}
 """``make results`` writes these."""
-FOLDERS = ("bench", "collectives", "devices", "docs", "engines", "examples", "kernels", "rlcore", "tests")
+FOLDERS = ("bench", "collectives", "devices", "docs", "engines", "examples", "kernels", "rlcore", "src", "tests")
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*(?:/|\.(?:py|toml|json|md|cpp))(?![\w/])")
 _FILE = re.compile(r"[\w/]+\.py\b|\b[\w/]+/(?=`)")
 

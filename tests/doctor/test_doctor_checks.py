@@ -28,7 +28,7 @@ from rlcore.process.status import pid_namespace, start_time
 from rlcore.registry import launch
 from tests.devices.test_nvml import FakeLibrary
 
-README = Path(__file__).parents[2] / "README.md"
+SUPPORT = Path(__file__).parents[2] / "docs" / "support.md"
 
 CPU = TorchBuild("2.13.0+cpu", None, None)
 CUDA = TorchBuild("2.13.0", "13.0", None)
@@ -300,8 +300,8 @@ def test_vllm_range(version: str | None, status: str) -> None:
     assert status == "OK" or verdict.fix == "pip install 'vllm==0.33.*'"
 
 
-def test_the_readme_claims_the_torch_that_the_doctor_accepts() -> None:
-    rows = [line.split("|")[1:3] for line in README.read_text().splitlines() if line.startswith("| torch 2")]
+def test_the_page_of_support_claims_the_torch_that_the_doctor_accepts() -> None:
+    rows = [line.split("|")[1:3] for line in SUPPORT.read_text().splitlines() if line.startswith("| torch 2")]
     claimed = {
         tuple(map(int, number.split(".")))
         for names, evidence in rows

@@ -1,4 +1,4 @@
-"""The examples run, do what they say, and stand in README.md as they are."""
+"""The examples run, do what they say, and stand in their guides as they are."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def run_example(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_readme_shows_the_example_as_it_is(path: Path) -> None:
-    assert f"```python\n{path.read_text()}```\n" in (ROOT / "README.md").read_text()
+def test_the_guide_shows_the_example_as_it_is(path: Path) -> None:
+    page = (ROOT / "docs" / "guides" / f"{path.stem}.md").read_text()
+    assert re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE) == [path.read_text()]
 
 
 def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Path) -> None:
@@ -62,12 +63,8 @@ def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Pat
 def test_a_wheel_has_the_examples() -> None:
     setuptools = pytest.importorskip("setuptools", reason="what a wheel has is setuptools' choice")
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
-    assert "rlcore.examples" in setuptools.find_namespace_packages(str(ROOT), **settings)
-
-
-def test_readme_shows_no_other_python() -> None:
-    shown = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert sorted(shown) == sorted(path.read_text() for path in EXAMPLES)
+    (where,) = settings.pop("where")
+    assert "rlcore.examples" in setuptools.find_namespace_packages(str(ROOT / where), **settings)
 
 
 @pytest.mark.slow

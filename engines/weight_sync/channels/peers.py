@@ -21,6 +21,7 @@ import msgspec
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.weight_sync.messages import decoded
 from rlcore.errors import CollectiveError, RlcoreError, SyncError, WorkerDiedError, WorkerTimeoutError
+from rlcore.process.status import process_name
 
 Call = tuple[Any, ...]
 """The arguments of one call."""
@@ -104,7 +105,7 @@ class WorkerPeers(SyncPeers):
 
     @property
     def is_here(self) -> bool:
-        return any(worker.process_id == os.getpid() for worker in self._group.workers)
+        return any(worker.process == process_name(os.getpid()) for worker in self._group.workers)
 
 
 class TimedPeers(SyncPeers):

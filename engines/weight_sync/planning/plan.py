@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -125,14 +125,14 @@ def make_plan(
     trace: LoaderTrace,
     *,
     excluded: Mapping[str, str] | None = None,
-    own_ranks: Collection[int] = (),
+    distances: Sequence[int] = (),
     spread: int = 0,
 ) -> SyncPlan:
     """Cut a loader trace by the rows that each rank has.
 
     Args:
         excluded: destinations to leave to the engine's loader, and why.
-        own_ranks: ranks on the receiver's own device, which are chosen among replicas.
+        distances: of each rank from the receiver. Of replicas the nearest is chosen: 0 is the receiver's own device.
         spread: number of the receiver, so that receivers take from different replicas.
 
     Raises:
@@ -142,7 +142,7 @@ def make_plan(
     fallen = _fallen(trace, excluded or {})
     fallen_names = {one.destination.name for one in fallen}
     plain = [one for one in trace.written if one.destination.name not in fallen_names]
-    cutter = _Cutter(manifest, own_ranks, spread)
+    cutter = _Cutter(manifest, distances, spread)
     pieces: list[PlanPiece] = []
     fills: list[Fill] = []
     for number, written in enumerate(plain):
@@ -245,9 +245,9 @@ class _Cut(NamedTuple):
 class _Cutter:
     """Cuts copies by rows. Copies that differ only in where they go are cut once, such as those of experts."""
 
-    def __init__(self, manifest: WeightManifest, own_ranks: Collection[int], spread: int) -> None:
+    def __init__(self, manifest: WeightManifest, distances: Sequence[int], spread: int) -> None:
         self._manifest = manifest
-        self._own_ranks = own_ranks
+        self._distances = distances
         self._spread = spread
         self._cuts = functools.cache(self._cut)
 
@@ -255,7 +255,7 @@ class _Cutter:
         described = self._manifest.parameters[parameter]
         return [
             PlanPiece(
-                self._rank(holders.ranks, parameter),
+                nearest_rank(holders.ranks, self._distances, parameter + self._spread),
                 parameter,
                 destination,
                 part.shape,
@@ -266,10 +266,6 @@ class _Cutter:
             )
             for holders, part in self._cuts(copy._replace(offset=0), described.shape, described.layout)
         ]
-
-    def _rank(self, ranks: list[int], parameter: int) -> int:
-        own = [rank for rank in ranks if rank in self._own_ranks]
-        return own[0] if own else ranks[(parameter + self._spread) % len(ranks)]
 
     def _cut(self, copy: Copy, shape: tuple[int, ...], layout: int) -> list[_Cut]:
         row = Parameter(shape, "", layout).row_numel
@@ -285,6 +281,19 @@ class _Cutter:
                 f"as {list(self._manifest.layouts[layout])}. The manifest is not of one trainer."
             )
         return found
+
+
+def nearest_rank(ranks: Sequence[int], distances: Sequence[int], turn: int) -> int:
+    """Return the rank that gives what all of ``ranks`` have: the nearest, and of several as near one by turns.
+
+    Args:
+        distances: of every rank; without any all are as near.
+    """
+    if not distances:
+        return ranks[turn % len(ranks)]
+    least = min(distances[rank] for rank in ranks)
+    nearest = [rank for rank in ranks if distances[rank] == least]
+    return nearest[0] if least == 0 else nearest[turn % len(nearest)]
 
 
 @functools.lru_cache(4096)

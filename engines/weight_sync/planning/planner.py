@@ -10,7 +10,7 @@ from rlcore.engines.weight_sync.planning.coverage import missing_part
 from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
-from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfits
+from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfits, nearest_rank
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical
 from rlcore.engines.weight_sync.target import Target
@@ -42,7 +42,7 @@ class Planner:
         self.manifest = manifest
         self._senders = list(senders)
         self._number = number
-        self._own_ranks = [rank for rank, sender in enumerate(senders) if _is_near(sender, receiver)]
+        self._distances = [_distance(sender, receiver) for sender in senders]
         self._trace = trace_loader(*target.meta_model(), manifest, live=target.tensors())
         if refusal := self._trace.refusal or missing_part(self._trace, target):
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
@@ -57,7 +57,7 @@ class Planner:
         return (manifest.digest, list(senders), number) == (self.manifest.digest, self._senders, self._number)
 
     def _make(self, trace: LoaderTrace, excluded: dict[str, str]) -> SyncPlan:
-        return make_plan(trace, excluded=excluded, own_ranks=self._own_ranks, spread=self._number)
+        return make_plan(trace, excluded=excluded, distances=self._distances, spread=self._number)
 
     def run_self_test(self) -> None:
         """Leave to the engine's own loader what the plan gets wrong. Overwrites all that the plan writes."""
@@ -102,16 +102,18 @@ class Planner:
         for number in weights:
             one = self.manifest.weights[number]
             if one.parameter is None:  # every rank has made it whole
-                rank = self._own_ranks[0] if self._own_ranks else self._number % len(self._senders)
+                rank = nearest_rank(range(len(self._senders)), self._distances, self._number)
                 copy = Copy(one.shape, 0, dense(one.shape), 0, dense(one.shape))
                 found[rank].append(BucketPiece(len(self.manifest.parameters) + number, one.name, one.dtype, copy))
         return found
 
 
-def _is_near(sender: EndpointInfo, receiver: EndpointInfo) -> bool:
-    if receiver.is_host:
-        return sender.process == receiver.process
-    return sender.device_uuid == receiver.device_uuid
+def _distance(sender: EndpointInfo, receiver: EndpointInfo) -> int:
+    """Return 0 for the receiver's own device, 1 for its own host, 2 for another: that way the link is slowest."""
+    is_own = sender.process == receiver.process if receiver.is_host else sender.device_uuid == receiver.device_uuid
+    if is_own:
+        return 0
+    return 1 if sender.machine == receiver.machine else 2
 
 
 def _narrower(first: str, second: str) -> str:

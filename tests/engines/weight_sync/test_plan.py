@@ -133,12 +133,16 @@ def test_packed_experts_are_one_piece_a_rank() -> None:
     assert stacks.count("layers.0.experts.w13") == stacks.count("layers.0.experts.w2") == 1
 
 
-def test_replicas_are_read_on_the_own_device_else_spread() -> None:
+def test_replicas_are_read_on_the_own_device_then_on_the_own_host_else_spread() -> None:
     sizes = Sizes()
     manifest = sharded(describe(views(sizes, torch.float32), 1).manifest, random.Random(0), 2, replicas=3)
     trace = traced(sizes, Share(), manifest)
-    own = {piece.rank for piece in make_plan(trace, own_ranks=(2, 3)).pieces}
+    own = {piece.rank for piece in make_plan(trace, distances=(1, 1, 0, 0, 2, 2)).pieces}
     assert own == {2, 3}
+    of_own_host = {piece.rank for piece in make_plan(trace, distances=(2, 2, 1, 1, 1, 1)).pieces}
+    assert of_own_host == {2, 3, 4, 5}
+    farthest = {piece.rank for piece in make_plan(trace, distances=(2, 0, 2, 2, 2, 2)).pieces}
+    assert 1 in farthest and len(farthest) > 1, "the other half of the rows is on another host alone"
     spread = [piece.rank for piece in make_plan(trace).pieces]
     assert set(spread) == set(range(6))
     assert [piece.rank for piece in make_plan(trace, spread=1).pieces] != spread

@@ -1,0 +1,1 @@
+"""Adapters for verl, a class each; ``plugin`` is what verl loads by itself."""

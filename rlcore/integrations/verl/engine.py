@@ -1,0 +1,112 @@
+"""verl's FSDP2 engines with ``rlcore.Offloader`` behind ``to()``: strategy fsdp2, and VERL_ENGINE_VENDOR=rlcore.
+
+verl itself makes new tensors at each move, in new pinned memory. Here the tensors stay what they are, and their memory
+leaves through an arena of host blocks, which is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+import rlcore
+from rlcore.errors import InvalidInputError
+
+_DEVICES = ["cuda", "npu", "xpu", "musa"]
+
+
+class ArenaOffload:
+    """Moves weights, optimizer states and gradients of the verl engine that it is mixed into."""
+
+    module: Any
+    optimizer: Any
+    engine_config: Any
+    _uses_fsdp2_cpu_offload_policy: bool
+    _offloader: rlcore.Offloader | None = None
+
+    def initialize(self) -> None:
+        super().initialize()  # type: ignore[misc]
+        self._is_offload_param = self._is_offload_optimizer = False  # verl moves nothing by its own functions
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return bool(self.engine_config.param_offload) and not self._uses_fsdp2_cpu_offload_policy
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return bool(self.engine_config.optimizer_offload) and not self._uses_fsdp2_cpu_offload_policy
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        BaseEngine.to(self, device, model, optimizer, grad)  # checks the combination
+        if device not in (get_device_name(), "cpu"):
+            raise InvalidInputError(f"a verl engine moves to {get_device_name()!r} or 'cpu', got {device!r}")
+        if self.engine_config.forward_only or self._uses_fsdp2_cpu_offload_policy:
+            return  # FSDP2 moves them itself
+        asked = {"weights": model, "optimizer": optimizer, "grads": grad}
+        tags = [tag for tag in self._parts().state if asked[tag]]
+        if tags:
+            (self._parts().onload if device == get_device_name() else self._parts().offload)(*tags)
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        with self._present("weights", "optimizer"):
+            super().save_checkpoint(*args, **options)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> None:
+        with self._present("weights", "optimizer"):
+            super().load_checkpoint(*args, **options)  # type: ignore[misc]
+
+    def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[Any], Any]:
+        away = self._bring("weights")
+        weights, peft_config = super().get_per_tensor_param(**options)  # type: ignore[misc]
+        return self._until_read(weights, away), peft_config
+
+    def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[Any], Any]:
+        away = self._bring("weights")
+        shards, peft_config = super().get_per_tensor_param_shard(**options)  # type: ignore[misc]
+        return self._until_read(shards, away), peft_config
+
+    def _until_read(self, weights: Iterator[Any], away: list[str]) -> Iterator[Any]:
+        try:
+            yield from weights
+        finally:
+            self._send_back(away)
+
+    @contextmanager
+    def _present(self, *tags: str) -> Iterator[None]:
+        away = self._bring(*tags)
+        try:
+            yield
+        finally:
+            self._send_back(away)
+
+    def _bring(self, *tags: str) -> list[str]:
+        """Bring tags to the device; return those that were away."""
+        away = [] if self._offloader is None else [t for t in tags if self._offloader.state.get(t) == "offloaded"]
+        if away:
+            self._parts().onload(*away)
+        return away
+
+    def _send_back(self, tags: list[str]) -> None:
+        if tags:
+            self._parts().offload(*tags)
+
+    def _parts(self) -> rlcore.Offloader:
+        if self._offloader is None:
+            owners = [owner for owner in (self.module, self.optimizer) if owner is not None]
+            self._offloader = rlcore.Offloader(*owners)
+        return self._offloader
+
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device=_DEVICES, vendor="rlcore")
+class ArenaEngineWithLMHead(ArenaOffload, FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's actor and reference engine."""
+
+
+@EngineRegistry.register(model_type="value_model", backend="fsdp2", device=_DEVICES, vendor="rlcore")
+class ArenaEngineWithValueHead(ArenaOffload, FSDPEngineWithValueHead):  # type: ignore[misc]
+    """verl's critic engine."""
