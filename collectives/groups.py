@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +26,18 @@ from rlcore.registry import get_device
 _DESTROY_WAIT_S = 5.0
 """``destroy()`` waits so long for ranks that do not come."""
 
-_formed: weakref.WeakSet[Group] = weakref.WeakSet()
-"""The groups of this process that are alive."""
-os.register_at_fork(after_in_child=_formed.clear)  # the end of a child is not that of the rank
+_formed: set[Group] = set()
+"""The groups of this process that are alive. A program that ends lets go of its variables before ``atexit``."""
+_inherited: set[Group] = set()
+"""The groups of a parent that forked. They are kept: to free one would wait for threads that only the parent has."""
+
+
+def _leave_to_parent() -> None:
+    _inherited.update(_formed)
+    _formed.clear()  # the end of a child is not that of the rank
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register
