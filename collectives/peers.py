@@ -151,9 +151,9 @@ class PeerMonitor:
         time.sleep(_END_DELAY_S)
         first_line = str(error).strip().split("\n")[0]
         everyone = list(self._rendezvous.peers())
-        failed = f"{what} of {self._label} failed: {first_line}"
+        failed = f"{what} of {self._label} failed"
         return self._cause(what, everyone, failed, follows_victims=True) or self._notified(
-            CollectiveError(failed, ranks=ranks)
+            CollectiveError(f"{failed}: {first_line}", ranks=ranks)
         )
 
     def _check_peers(self, what: str, ranks: list[int], *, follows_victims: bool) -> None:

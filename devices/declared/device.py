@@ -41,7 +41,9 @@ class DeclaredDevice(GenericTorchDevice):
     @classmethod
     def probe(cls, spec: DeviceSpec) -> Probe:
         if not _is_in_torch(spec):
-            return Probe(0, f"declared: torch {torch.__version__} has no such back end here")
+            return Probe(
+                0, f"declared: torch {torch.__version__} has no such back end here; install one that is built for it"
+            )
         return super().probe(spec)
 
 

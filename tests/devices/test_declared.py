@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 from tests.warm import run_warm
 
 NAMES = [spec.name for spec in SPECS]
-NONE_HERE = f"declared: torch {torch.__version__} has no such back end here"
+NONE_HERE = f"declared: torch {torch.__version__} has no such back end here; install one that is built for it"
 LIST = """
 import json, rlcore
 print(json.dumps({i.name: [i.plugin, i.is_available, i.reason] for i in rlcore.list_devices()}))
