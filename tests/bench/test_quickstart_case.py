@@ -60,7 +60,7 @@ def test_run_that_learned_passes_and_is_no_control() -> None:
 
 def test_run_that_did_not_learn_is_refused_and_is_a_control() -> None:
     case.check_learned_nothing(a_run(after=0.34))
-    with pytest.raises(AssertionError, match=r"^held-out accuracy is 89\.9%, less than 95%$"):
+    with pytest.raises(AssertionError, match=r"^held-out accuracy is 89\.9%, less than 98%$"):
         case.check_learned(a_run(after=0.899))
 
 

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "docs/bench.md": "tests/bench/test_docs.py",
     "docs/collectives.md": "tests/collectives/test_docs_of_collectives.py",
     "docs/devices.md": "tests/devices/test_docs_of_devices.py",
+    "docs/integrations.md": "tests/docs/test_integrations.py",
     "docs/kernels.md": "tests/kernels/test_docs_of_kernels.py",
     "docs/plugins.md": "tests/docs/test_plugins.py",
     **{
