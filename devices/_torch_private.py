@@ -62,7 +62,7 @@ def storage_of_descriptor(descriptor: int, nbytes: int) -> torch.UntypedStorage:
     return untyped._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[no-any-return]
 
 
-def release_ipc_counter(handle: bytes, offset: int, index: int) -> None:
-    """Decrement torch's count of the receivers of a tensor that was sent by IPC. Since torch 2.10."""
-    typed: Any = torch.TypedStorage
-    typed._release_ipc_counter(handle, offset, device=index)
+def release_ipc_counter(handle: bytes, offset: int) -> None:
+    """Decrement the count, in the file ``handle``, of the receivers of a tensor sent by IPC. Since torch 2.10."""
+    untyped: Any = torch.UntypedStorage
+    untyped._release_ipc_counter_cuda(handle, offset)

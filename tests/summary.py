@@ -51,8 +51,9 @@ ELSEWHERE = {
         for name in ("framework_author", "hardware_buyer", "researcher", "rlite_tutorial", "sampler_parity")
     ),
     "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
-    "tests/integrations/test_verl.py": tuple(
-        f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin")
+    "tests/integrations/test_verl.py": (
+        "rlcore.integrations.verl",
+        *(f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin")),
     ),
     "tests/kernels/interpreted_triton.py": ("rlcore.kernels.linear.rows", "rlcore.kernels.linear.tiled"),
 }

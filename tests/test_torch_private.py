@@ -259,12 +259,12 @@ def shared_memory_has_a_descriptor() -> None:
 
 
 @contract("release_ipc_counter")
-def a_count_of_receivers_is_named_by_two_values_and_a_device() -> None:
+def a_count_of_receivers_is_named_by_two_values() -> None:
     asked: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         release = classmethod(lambda cls, *arguments: asked.append(arguments))
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
-        of_devices.release_ipc_counter(b"file", 3, 0)
+        of_devices.release_ipc_counter(b"file", 3)
     assert asked == [(b"file", 3)]
 
 

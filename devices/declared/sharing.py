@@ -47,7 +47,7 @@ class _Payload(msgspec.Struct, frozen=True, array_like=True):
 class TorchSharing(Sharing):
     def share(self, storage: torch.UntypedStorage) -> SharedMemory:
         _, found = self._reduced(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-        release_ipc_counter(found["ref_counter_handle"], found["ref_counter_offset"], self._device.index)
+        release_ipc_counter(found["ref_counter_handle"], found["ref_counter_offset"])
         arguments = {name: found[name] for name in _Payload.__struct_fields__ if name in found}
         return SharedMemory(payload=msgspec.msgpack.encode(_Payload(self._uuid(), **arguments)))
 

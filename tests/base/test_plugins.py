@@ -449,14 +449,14 @@ def test_operators_of_plugins_are_told_by_the_doctor_and_by_explain(site: Any) -
     )
     assert "implementation 'good' of linear_logprob takes (a), and is called with (" in found
     assert "plugin 'typo' implements 'linear_los', which nothing built in calls; did you mean 'linear_loss'?" in found
-    before = "before the built-in triton, chunked, reference"
+    before = "before the built-in triton, vocab_parallel, chunked, reference"
     assert f"'good' of plugin 'front' goes {before} of token_logprob on every device" in found
     assert fix == "update or leave out: RLCORE_DISABLE_PLUGINS=args,front,own,sick,typo"
     explain = ["-m", "rlcore", "ops", "explain", "token_logprob", "--device", "cpu"]
     env = {"PYTHONPATH": str(site.folder), "CUDA_VISIBLE_DEVICES": ""}
     assert f"runs, by plugin 'front', {before}" in run_warm(explain, env=env).stdout
     told = json.loads(run_warm([*explain, "--json"], env=env).stdout)
-    assert (told["plugin"], told["outranks"]) == ("front", ["triton", "chunked", "reference"])
+    assert (told["plugin"], told["outranks"]) == ("front", ["triton", "vocab_parallel", "chunked", "reference"])
 
 
 def test_json_is_all_on_the_output_whatever_a_plugin_prints(site: Any) -> None:

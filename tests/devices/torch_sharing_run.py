@@ -24,8 +24,8 @@ def shared(name: str) -> Any:
     device: Any = get_device(name)
     if device.type == "npu":  # torch_npu has the count's function under a name of its own
         typed: Any = torch.TypedStorage
-        sharing.release_ipc_counter = lambda handle, offset, index: typed._release_ipc_counter_npu(
-            handle, offset, device=index
+        sharing.release_ipc_counter = lambda handle, offset: typed._release_ipc_counter_npu(
+            handle, offset, device=device.index
         )
     device.memory._ipc = TensorIpc(device, sharing.TorchSharing(device))
     return device
