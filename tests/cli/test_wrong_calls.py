@@ -221,7 +221,7 @@ CALLS = [
     ("offloaded(3).__enter__()", "offloaded() takes torch.nn.Module and torch.optim.Optimizer, got int"),
     ("WeightSender(None, None)", "WeightSender takes names and tensors, in a mapping or as pairs, or a function that"),
     ("WeightSender(state, None)", "WeightSender takes a channel with send() and recv(), or a WeightReceiver of this"),
-    ("WeightReceiver(None, None)", "WeightReceiver takes a torch.nn.Module, a mapping of names to tensors, or a Target"),
+    ("WeightReceiver(None, None)", "WeightReceiver takes a torch.nn.Module, a mapping of names to tensors, or a"),
     ("collate('x')", "collate() takes a list or tuple as outputs, got 'x'"),
     ("collate([])", "collate() needs at least one completion, got none"),
     ("collate(outputs, advantages=[1, 2, 3])", "collate() got 3 advantages for 4 completions; give one each"),
