@@ -105,7 +105,7 @@ def the_first_rank_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_mixture_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InferenceEngine, "poison", lambda self: None)
+    monkeypatch.setattr(InferenceEngine, "_poison", lambda self: None)
 
 
 def close_waits_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:

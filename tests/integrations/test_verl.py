@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,11 +22,13 @@ from rlcore.errors import InvalidInputError, StateError
 from rlcore.ops import linear_logprob
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("verl", reason="verl is not installed: pip install 'verl>=0.9.1'", exc_type=ImportError)
-
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("verl") is None, reason="verl is not installed: pip install 'verl>=0.9.1'"
+    ),
+]
 ROOT = Path(__file__).resolve().parents[2]
 LETTERS = SimpleNamespace(N=3, L=11, H=32, V=50)
 
