@@ -1,4 +1,4 @@
-"""What an installation from a clone leaves, built without an index from a copy of what the build reads."""
+"""An editable installation from a clone, and the wheel, built without an index from a copy of what the build reads."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.integrations.causal_head import IGNORED, CausalHead
+from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
 
 Loss = Callable[..., Tensor]
 """A function (head, hidden_BLH, labels_BL, *, ...) -> loss; its keyword arguments are columns of the batch."""
@@ -119,7 +119,7 @@ def train_without_logits(model: Any, loss: Loss = next_token_loss) -> Any:
         UnsupportedError: the logits are no function that ``linear_logprob`` computes, the model adds a loss of its
             experts' balance, or its own loss is another one than the next token's; the model is as before.
     """
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = without_adapters(model)
     if getattr(causal.config.get_text_config(), "output_router_logits", False):
         raise UnsupportedError(
             f"train_without_logits() of this {type(causal).__name__}",

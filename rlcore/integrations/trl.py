@@ -24,7 +24,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.integrations.causal_head import IGNORED, CausalHead
+from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
 from rlcore.integrations.trl_vllm import PlannedSync
 
 Trainer = TypeVar("Trainer", GRPOTrainer, RLOOTrainer)
@@ -41,11 +41,11 @@ def accelerate_trl(trainer: Trainer) -> Trainer:
     if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise InvalidInputError(f"accelerate_trl() takes a GRPOTrainer or RLOOTrainer, got {type(trainer).__name__}")
     _check_sharding(trainer)
-    models = [_without_adapters(model) for model in (trainer.model, trainer.ref_model) if model is not None]
+    models = [without_adapters(model) for model in (trainer.model, trainer.ref_model) if model is not None]
     in_float32 = getattr(trainer.args, "cast_lm_head_to_fp32", False)
     heads = [CausalHead(model, temperature=trainer.temperature, in_float32=in_float32) for model in models]
     for model, head in zip(models, heads, strict=True):
-        _use(head, model)
+        _use(head, model, with_entropy=model is models[0])  # TRL asks the reference for none
     trainer._generate_and_score_completions = _without_optimizer(trainer)
     if trainer.use_vllm:
         trainer.vllm_generation.sync_weights = PlannedSync(trainer.vllm_generation)
@@ -88,11 +88,7 @@ def _without_optimizer(trainer: GRPOTrainer | RLOOTrainer) -> Callable[..., Any]
     return sample
 
 
-def _without_adapters(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _use(head: CausalHead, model: Any) -> None:
+def _use(head: CausalHead, model: Any, *, with_entropy: bool = True) -> None:
     """Let ``head`` answer the calls for which TRL has put a head into the model's forward."""
     original = model.forward
 
@@ -100,7 +96,7 @@ def _use(head: CausalHead, model: Any) -> None:
     def forward(*args: Any, fused_lm_head: bool = False, **options: Any) -> Any:
         if not fused_lm_head:
             return original(*args, **options)
-        return _scored(head, model, *args, **options)
+        return _scored(head, model, with_entropy, *args, **options)
 
     model.forward = forward
 
@@ -108,6 +104,7 @@ def _use(head: CausalHead, model: Any) -> None:
 def _scored(
     head: CausalHead,
     model: Any,
+    with_entropy: bool,
     *args: Any,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
@@ -122,7 +119,7 @@ def _scored(
         hidden_BLH, labels = hidden_BLH[:, :-1], labels[:, 1:]
     else:
         labels = shift_labels
-    logprob, entropy = head(hidden_BLH, labels, with_entropy=True)
+    logprob, entropy = head(hidden_BLH, labels, with_entropy=with_entropy)
     is_scored = labels != IGNORED
     count = is_scored.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     balance = _balance_loss(model, states, options) if options.get("output_router_logits") else None

@@ -129,7 +129,7 @@ UNSUPPORTED = {
     "xpu": _IPC | _EVENTS,
     "mps": _IPC | _EVENTS | _RANDOM | {"memory.pool", "identity.properties"},
 }
-"""Of each, by the Python modules of torch alone."""
+"""The capabilities that each declared device lacks, by the Python modules of torch alone."""
 MAY_LACK = {
     "xpu": {"memory.pool"},
     "mps": {"memory.info", "memory.stats", "memory.reset_peak", "memory.empty_cache"},

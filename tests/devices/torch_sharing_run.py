@@ -32,7 +32,7 @@ def shared(name: str) -> Any:
 
 
 def imported(name: str, handle: str) -> list[float]:
-    """What an importer reads; it writes what the exporter sees then."""
+    """Return what an importer reads; it writes what the exporter sees then."""
     device, found = shared(name), []
     for _ in range(2):
         mapping = device.memory.import_ipc(IpcHandle.from_bytes(bytes.fromhex(handle)))

@@ -28,7 +28,7 @@ def built(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
 
 
 def malformed(links: list[str]) -> list[str]:
-    """Those that are no https address of a host with a name. No other site is asked."""
+    """Return the links that are no https address of a host with a name. No other site is asked."""
     parts = [(link, urlsplit(link)) for link in links]
     return [link for link, url in parts if url.scheme != "https" or not _NAME.fullmatch(url.netloc) or " " in link]
 

@@ -7,9 +7,6 @@ by itself. Every rank runs every test, in the same order.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,32 +18,9 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_equal_in_float64
+from tests.kernels.ranks import CUTS, DEVICE, RANK, SIZE, V, group, world  # noqa: F401  # a fixture
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-DEVICE = torch.device(os.environ["TEST_DEVICE"], RANK if os.environ["TEST_DEVICE"] == "cuda" else None)
-N, L, V = 3, 24, 101
-CUTS = {
-    2: [(0, 37, V), (0, 0, V), (0, V, V)],  # uneven; a rank without tokens, first or last
-    3: [(0, 37, 40, V), (0, 0, V, V), (0, 50, 50, V)],
-}[SIZE]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _world(request: pytest.FixtureRequest) -> Iterator[None]:
-    options: dict[str, Any] = {"backend": "gloo"}
-    if DEVICE.type == "cuda":
-        torch.cuda.set_device(DEVICE)
-        options = {"backend": "nccl", "device_id": DEVICE}
-    store = dist.FileStore(os.environ["TEST_STORE"], SIZE)
-    dist.init_process_group(store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=180), **options)
-    yield
-    if not request.session.testsfailed:  # NCCL would wait for the other ranks, and nobody read what failed here
-        dist.destroy_process_group()
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+N, L = 3, 24
 
 
 def random_logits(dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from pathlib import Path
@@ -49,3 +50,19 @@ class SocketControl:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def fill(end: socket.socket) -> None:
+    """Send until the other end's buffer takes no more; the socket does not block from then on."""
+    end.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            end.send(bytes(1 << 16))
+
+
+def drain(end: socket.socket) -> None:
+    """Receive all that has been sent; the socket does not block from then on."""
+    end.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while end.recv(1 << 20):
+            pass

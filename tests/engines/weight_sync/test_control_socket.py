@@ -19,6 +19,7 @@ import rlcore
 from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.errors import InvalidInputError, SyncError
+from tests.engines.weight_sync.channel import drain, fill
 
 
 def test_messages_arrive_whole_and_in_order(ends: tuple[ControlSocket, ControlSocket]) -> None:
@@ -74,17 +75,11 @@ def test_a_message_that_is_not_taken_in_time_ends_the_connection_where_a_part_of
 def test_a_message_of_which_nothing_went_may_be_sent_again() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                ours.send(bytes(1 << 16))
+        fill(ours)
         control = ControlSocket(ours)
         with pytest.raises(TimeoutError):
             control.send(b"late", 0.01)
-        theirs.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while theirs.recv(1 << 20):
-                pass
+        drain(theirs)
         control.send(b"again", 60)
         assert ControlSocket(theirs).recv(60) == b"again"
 

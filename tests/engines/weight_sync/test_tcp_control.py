@@ -20,6 +20,7 @@ import rlcore
 from rlcore.engines.weight_sync.channels import tcp
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.errors import InvalidInputError, SyncError
+from tests.engines.weight_sync.channel import drain, fill
 
 KEY = secrets.token_bytes(32)
 
@@ -164,17 +165,11 @@ def test_a_message_of_which_nothing_went_keeps_its_number() -> None:
     receiving, _ = frames()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                ours.send(bytes(1 << 16))
+        fill(ours)
         control = ControlSocket(ours, tcp.MessageSeal(KEY, b"one", b"two"))
         with pytest.raises(TimeoutError):
             control.send(b"late", 0.01)
-        theirs.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while theirs.recv(1 << 20):
-                pass
+        drain(theirs)
         control.send(b"again", 60)
         assert ControlSocket(theirs, receiving).recv(60) == b"again"
 
