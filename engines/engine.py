@@ -20,6 +20,7 @@ from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
+from rlcore.engines.launchers.torchrun import num_hosts
 from rlcore.engines.offload.host_limits import physical_bytes
 from rlcore.engines.placement import choose_devices
 from rlcore.engines.residency import MOVE_TO, Move, Residency, State
@@ -81,7 +82,7 @@ class Engine(ABC):
         Args:
             data_parallel_size: of an inference engine the replicas; -1 means as many as the devices hold.
             launcher: "inline", "process" or "torchrun"; None follows ``rlcore.init``, then the number of workers.
-            devices: names of devices; None follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
+            devices: names of devices, of this host; None follows ``colocate_with``, ``rlcore.init``, ``get_device()``.
             colocate_with: share the devices of these engines, one engine computing at a time.
             not_colocate_with: avoid the devices of these engines.
             acceptable_node_ips: hosts that workers may run on; one must be this host's, the only one so far.
@@ -110,11 +111,15 @@ class Engine(ABC):
         check_executor_options(self.label, self._executor_name, self._executor_class, executor_options)
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
         is_apart = owns_process or python is not None
-        places = choose_devices(
-            wanted, devices, colocate_with, not_colocate_with, acceptable_node_ips, group_size=tensor_parallel_size
+        launcher = launcher or current().launcher
+        hosts = num_hosts(wanted) if launcher == "torchrun" else 1
+        places = hosts * choose_devices(
+            wanted and wanted // hosts,
+            *(devices, colocate_with, not_colocate_with, acceptable_node_ips),
+            group_size=tensor_parallel_size,
         )
         launcher = choose_launcher(
-            launcher or current().launcher,
+            launcher,
             len(places),
             owns_process=is_apart,
             joins_torchrun=self._executor_class.joins_torchrun and python is None,

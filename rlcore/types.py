@@ -382,6 +382,9 @@ class SyncReport:
     each process for its own device; "" where no staging buffer was used."""
     why_on_host: str = ""
     """The reason why "packed" used shared memory of the host instead of the devices; "" if it did not."""
+    network_bytes: int = 0
+    """Bytes of weights that went from one machine to another, once for each receiver there; those that ``verify=True``
+    sends again are among them."""
 
     @property
     def slabs_wait_by(self) -> str:

@@ -18,13 +18,10 @@ from rlcore.engines.launchers.runtime_files import new_store
 from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
 from rlcore.engines.launchers.worker_process import PendingCall, joining, process_for
 from rlcore.errors import InvalidInputError, WorkerDiedError
+from rlcore.process.network_interface import INTERFACE_VARIABLES, without_chosen
 from rlcore.registry import get_device, launch
 
 _log = logging.getLogger(__name__)
-
-
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-"""Collective libraries listen on the interface that these name; without them, on one that is open to the network."""
 
 
 class ProcessLauncher(Launcher):
@@ -36,7 +33,8 @@ class ProcessLauncher(Launcher):
         self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
     ) -> WorkerGroup:
         number, all_devices = next(engine_numbers), [name for placement in placements for name in placement.devices]
-        environment = worker_environment(all_devices, owns_process=options.owns_process) | os.environ
+        own = worker_environment(all_devices, owns_process=options.owns_process)
+        environment = own | without_chosen(os.environ)
         group = WorkerGroup(options.engine, options.timeout_s, str(new_store()))
         try:
             with sending:
@@ -62,7 +60,7 @@ class ProcessLauncher(Launcher):
 
 def worker_environment(device_names: list[str], *, owns_process: bool) -> dict[str, str]:
     """Return the variables of a worker process, where the user's own do not say otherwise."""
-    environment = dict.fromkeys(_INTERFACE_VARIABLES, "lo")
+    environment = dict.fromkeys(INTERFACE_VARIABLES, "lo")
     on_host = all(launch(name).spec.is_host for name in device_names)
     if on_host or not owns_process:  # vLLM sets its own beside an accelerator
         # The workers divide the host's processors: a worker with as many threads as processors slows down the others,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.inline import start_inline
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError
+from rlcore.process.network_interface import address_in_world, use_interface_of
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -21,9 +23,32 @@ class TorchrunLauncher(Launcher):
     def start(
         self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
     ) -> WorkerGroup:
+        if _num_ranks_here() < int(os.environ.get("WORLD_SIZE", "1")):
+            use_interface_of(address_in_world())
         context = _context(options.engine, [name for placement in placements for name in placement.devices])
         context.device.activate()
         return start_inline(worker_class, context, options.timeout_s)
+
+
+def num_hosts(num_workers: int | None) -> int:
+    """Return over how many hosts the workers of an engine are spread: an engine of one rank alone is on its host.
+
+    Raises:
+        InvalidInputError: the hosts of the world have different numbers of ranks.
+    """
+    size, here = int(os.environ.get("WORLD_SIZE", "1")), _num_ranks_here()
+    if num_workers != size or size == here:
+        return 1
+    if size % here:
+        raise InvalidInputError(
+            f"launcher 'torchrun' takes as many ranks on each host; this world has {size}, and {here} of them are on "
+            f"{socket.gethostname()}"
+        )
+    return size // here
+
+
+def _num_ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def _context(engine: str, device_names: list[str]) -> WorkerContext:

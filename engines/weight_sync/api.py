@@ -18,6 +18,8 @@ ends check all that comes; nothing is unpickled.
 
 from __future__ import annotations
 
+import itertools
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
@@ -29,8 +31,19 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.arguments import LIST, Kind, kind_of, optional, takes
 from rlcore.collectives.default_group import all_gather_bytes
-from rlcore.engines.weight_sync.channels.control import CallTypes, Control, RemoteCall, RemoteResult, remote_peers, send
+from rlcore.engines._torch_private import store_of
+from rlcore.engines.weight_sync.channels.control import (
+    CallTypes,
+    Control,
+    RemoteCall,
+    RemoteResult,
+    StoreAsker,
+    remote_peers,
+    send,
+)
+from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, SpmdPeers, SyncPeers
+from rlcore.engines.weight_sync.channels.shared_store import SharedStore
 from rlcore.engines.weight_sync.messages import decoded
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors, NamedTensors
 from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
@@ -40,6 +53,7 @@ from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.engines.weight_sync.target import ModuleTarget, NamedTensorsModule, Target
 from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.errors import InvalidInputError, StateError, SyncError
+from rlcore.process.network_interface import address_in_world
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
 
@@ -120,16 +134,23 @@ class WeightSender:
         sample = next(iter(first.values())) if sharded is None else sharded.to_local()
         self._device = get_device(sample.device)
         self._source = NamedSourceTensors(get, 1 if sharded is None else dist.get_world_size())
-        self._sender = Sender(self._source, self._device)
+        address = _own_address(_listed(control)) or ("" if sharded is None else address_in_world())
+        self._sender = Sender(self._source, self._device, address=address)
         own: SyncPeers = LocalPeers("the sender", [self._sender])
         remote = _peers(control)
         if sharded is None and not len(remote):
             raise InvalidInputError("WeightSender needs a control channel, got an empty list")
         if sharded is not None:
             own, remote = (SpmdPeers(one, self._all_gather, dist.get_rank()) for one in (own, remote))
-        self._session = SyncSession(own, remote)
+        self._session = SyncSession(own, remote, SharedStore if sharded is None else self._new_common_store())
         self._receivers = [end for end in _listed(control) if isinstance(end, WeightReceiver)]
         self._version = 0
+
+    def _new_common_store(self) -> Callable[[], SharedStore]:
+        """Return what makes the store of each process group, by one name on all ranks."""
+        name = self._all_gather(uuid.uuid4().bytes)[0].hex()
+        numbers = itertools.count()
+        return lambda: SharedStore(f"{name}/{next(numbers)}", store_of(dist.group.WORLD))
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return all_gather_bytes(data, self._device.torch_device)
@@ -209,7 +230,10 @@ class WeightReceiver:
             model = NamedTensorsModule(model)
         if isinstance(model, nn.Module):
             model = ModuleTarget(model, get_device(_first_parameter(model).device))
-        self._receiver = Receiver(model)
+        self._asker = None if control is None else StoreAsker(control)
+        self._receiver = Receiver(
+            model, ask=None if self._asker is None else self._asker.ask, address=_own_address([control])
+        )
         self._control = control
 
     @property
@@ -237,29 +261,33 @@ class WeightReceiver:
             StateError: this receiver has no channel.
             SyncError: the round failed, or the sender is gone; says whether the weights are whole.
         """
-        if self._control is None:
+        if self._control is None or self._asker is None:
             raise StateError("this WeightReceiver has no channel: its WeightSender's send() does its part too")
+        error = ""
         while True:
-            request = self._request(self._control, timeout_s)
-            answer = self._answered(request)
+            request = self._request(self._asker, timeout_s, error)
+            with self._asker.during(request.number):
+                answer = self._answered(request)
+            error = f"{request.method}() failed here: {answer.error}; then " if answer.error else ""
             try:
                 send(self._control, answer, timeout_s)
-            except OSError as error:
-                raise self._failed(f"the sender is gone: {error}") from error
+            except OSError as gone:
+                raise self._failed(f"{error}the sender is gone: {gone}") from gone
             if request.method == "abandon":
                 raise self._failed(f"the sender gave the round up: {self._receiver.why_abandoned}")
             if request.method == "commit" and not answer.error and self.version is not None:
                 return self.version
 
-    def _request(self, control: Control, timeout_s: float) -> RemoteCall:
+    def _request(self, asker: StoreAsker, timeout_s: float, before: str) -> RemoteCall:
+        """Return the sender's next call; ``before`` is the error that it was told last, for this one's text."""
         try:
-            return decoded(control.recv(timeout_s), RemoteCall, "request")
+            return asker.next_call(timeout_s)
         except SyncError as error:
-            raise self._failed(str(error)) from error
+            raise self._failed(f"{before}{error}") from error
         except TimeoutError as error:
-            raise self._failed(f"nothing came from the sender within {timeout_s:g} s") from error
+            raise self._failed(f"{before}nothing came from the sender within {timeout_s:g} s") from error
         except OSError as error:
-            raise self._failed(f"the sender is gone: {error}") from error
+            raise self._failed(f"{before}the sender is gone: {error}") from error
 
     def _answered(self, request: RemoteCall) -> RemoteResult:
         try:
@@ -300,6 +328,11 @@ def _peers(control: Control | WeightReceiver | Sequence[Control | WeightReceiver
     if any(receiver._control is not None for receiver in here):
         raise InvalidInputError("WeightSender got a WeightReceiver that has a channel; give it the channel's other end")
     return LocalPeers("the receiver", [receiver._receiver for receiver in here])
+
+
+def _own_address(ends: Sequence[object]) -> str:
+    """Return the address of this host by which the other ends of these channels reach it; "" if it is not known."""
+    return next((end.own_address for end in ends if isinstance(end, ControlSocket) and end.own_address), "")
 
 
 def _listed(control: Control | WeightReceiver | Sequence[Control | WeightReceiver]) -> list[Control | WeightReceiver]:

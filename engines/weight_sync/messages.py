@@ -55,6 +55,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Weights that only the engine's own loader can place."""
     is_tested: bool
     """The plan has passed its self-test, or needs none."""
+    unreached: str = ""
+    """The reason why this receiver cannot have all weights by opening the senders' memory; "" if it can."""
 
 
 class OfferedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore._torch_private import copy_all
+from rlcore.engines.weight_sync.channels.shared_store import Ask, store_of
 from rlcore.engines.weight_sync.endpoint import EndpointInfo, endpoint_info
 from rlcore.engines.weight_sync.messages import Packing, PlanSummary, decoded
 from rlcore.engines.weight_sync.planning.buckets import Bucket
@@ -27,15 +28,23 @@ from rlcore.engines.weight_sync.target import Target
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup
+from rlcore.engines.weight_sync.transports.reach import why_unreached
 from rlcore.engines.weight_sync.transports.staging_buffers import check, check_slot_bytes, views
 from rlcore.errors import StateError, SyncError, UnsupportedError
 
 
 class Receiver:
-    """Writes what senders give it into a ``Target``."""
+    """Writes what senders give it into a ``Target``.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        ask: asks the sender for values of its store, where the two share a channel and no folder.
+        address: of this host, at which the senders' hosts reach it; "" if it is not known.
+    """
+
+    def __init__(self, target: Target, *, ask: Ask | None = None, address: str = "") -> None:
         self._target = target
+        self._ask = ask
+        self._address = address
         self._device = target.device
         self._info = endpoint_info(self._device)
         self._imported = ImportedMemory(self._device)
@@ -93,8 +102,18 @@ class Receiver:
         self._round.begin(round_id, trainer, is_staged=is_staged, is_prepared=is_prepared)
         return self.describe(), is_prepared, is_same
 
-    def prepare(self, trainer: str, manifest: bytes, senders: list[bytes], number: int) -> bytes:
+    def prepare(
+        self,
+        trainer: str,
+        manifest: bytes,
+        senders: list[bytes],
+        number: int,
+        samples: list[bytes] | None = None,
+    ) -> bytes:
         """Plan for this trainer, as receiver ``number`` of all; returns the ``PlanSummary``. Writes nothing.
+
+        Args:
+            samples: memory of each sender, to try whether it can be opened here; None: none has shown any.
 
         Raises:
             SyncError: the trainer's model is not this engine's.
@@ -102,8 +121,9 @@ class Receiver:
         self._round.prepare()
         described = WeightManifest.from_bytes(manifest)
         ranks = [decoded(one, EndpointInfo, "endpoint info") for one in senders]
-        if self._planner is None or not self._planner.serves(described, ranks, number):
-            self._planner = Planner(self._target, described, ranks, self._info, number)
+        unreached = why_unreached(ranks, self._info, samples)
+        if self._planner is None or not self._planner.serves(described, ranks, unreached, number):
+            self._planner = Planner(self._target, described, ranks, unreached, receiver=self._info, number=number)
         self._trainer = trainer
         return self._summary()
 
@@ -130,6 +150,7 @@ class Receiver:
                 needed_bytes=planner.needed_bytes(),
                 fallback=planner.fallback,
                 is_tested=planner.is_tested,
+                unreached=planner.unreached,
             )
         )
 
@@ -190,7 +211,11 @@ class Receiver:
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
-        return self._imported.open_offers(offers, timeout_s)
+        return self._imported.open_offers(offers, self._are_reached(len(offers)), timeout_s)
+
+    def _are_reached(self, num_senders: int) -> list[bool]:
+        """Return for each sender True if its memory can be opened here. The plan reads no other sender's memory."""
+        return [True] * num_senders if self._planner is None else self._planner.are_reached
 
     def pull(self, round_id: int, digest: str, is_last: bool) -> list[int]:
         """Copy a whole plan from the senders' tensors. The device is done when this returns.
@@ -226,7 +251,7 @@ class Receiver:
 
     def open_staging_buffers(self, handles: list[bytes], timeout_s: float = 30.0) -> int:
         """Open the staging buffers of all senders, as ``open_offers`` does; returns how many handles were opened."""
-        return self._imported.open_staging_buffers(handles, timeout_s)
+        return self._imported.open_staging_buffers(handles, self._are_reached(len(handles)), timeout_s)
 
     def unpack(self, packings: bytes) -> int:
         """Unpack slots, as a list of ``Packing`` says; returns the payload's bytes.
@@ -253,14 +278,19 @@ class Receiver:
         A process does not open its own events.
         """
         is_own = any(process == self._info.process for process, _ in senders)
-        if is_own or not self._events.import_([handles for _, handles in senders]):
+        if (
+            is_own
+            or not all(self._are_reached(len(senders)))
+            or not self._events.import_([handles for _, handles in senders])
+        ):
             return []
         return self._events.export()
 
     def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form the process group of the route "collective", through a folder; all senders and receivers together."""
+        """Form the process group of the route "collective"; all senders and receivers together."""
         self.leave()
-        self._group = SyncGroup(self._device, rendezvous, rank, world_size, timeout_s)
+        meet = store_of(rendezvous, self._ask)
+        self._group = SyncGroup(self._device, meet, rank, world_size, timeout_s, address=self._address)
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
@@ -268,17 +298,17 @@ class Receiver:
         if group is not None:
             group.leave()
 
-    def receive(self, packings: bytes) -> int:
-        """Receive and unpack bucket after bucket; returns the payload's bytes."""
+    def receive(self, packings: bytes) -> list[int]:
+        """Receive and unpack bucket after bucket; returns the payload's bytes of each."""
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
-        moved = 0
+        moved = []
         for order in decoded(packings, list[Packing], "list of Packing"):
             bucket = self._bucket(order)
             if self._buffer is None or self._buffer.numel() != order.slot_bytes:
                 self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
             self._group.receive(self._buffer[: bucket.nbytes], order.sender)
-            moved += self._take(order, self._buffer)
+            moved.append(self._take(order, self._buffer))
         self._device.synchronize()
         return moved
 

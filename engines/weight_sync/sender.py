@@ -14,6 +14,7 @@ import msgspec
 from torch import Tensor
 
 from rlcore.device import Device
+from rlcore.engines.weight_sync.channels.shared_store import store_of
 from rlcore.engines.weight_sync.endpoint import endpoint_info
 from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, Packing, Sending, decoded
 from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, packing
@@ -21,6 +22,7 @@ from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup
+from rlcore.engines.weight_sync.transports.reach import SampleMemory
 from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, stamp, views
 from rlcore.errors import StateError
 from rlcore.tensor_data import dtype_name
@@ -58,12 +60,15 @@ class Sender:
     Args:
         source: the rank's tensors.
         device: where they are.
+        address: of this host, at which the receivers' hosts reach it; "" if it is not known.
     """
 
-    def __init__(self, source: SourceTensors, device: Device) -> None:
+    def __init__(self, source: SourceTensors, device: Device, *, address: str = "") -> None:
+        self._address = address
         self._source = source
         self._device = device
         self._info = endpoint_info(device)
+        self._sample = SampleMemory()
         self._staging: StagingBuffers | None = None
         self._events = SlotEvents(device)
         self._buckets: dict[tuple[str, int], list[Bucket]] = {}
@@ -98,11 +103,20 @@ class Sender:
     def abandon(self, rendezvous: str) -> None:
         """Release what a round held that has failed."""
         self._computed = {}
+        self._sample.hide()
         self.leave(rendezvous)
 
     def manifest(self) -> bytes:
         """Return the manifest of all trainer ranks, encoded."""
         return self._source.manifest.to_bytes()
+
+    def show_sample(self) -> bytes:
+        """Return a ``Sample`` of memory, encoded, which receivers try to open; it is shared until ``hide_sample``."""
+        return self._sample.show()
+
+    def hide_sample(self) -> None:
+        """Take the memory of ``show_sample`` back."""
+        self._sample.hide()
 
     def compute(self, weights: list[int]) -> None:
         """Compute weights that are no views, in place of those computed before; all ranks together. [] drops them."""
@@ -238,8 +252,9 @@ class Sender:
         return bucket, slot
 
     def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form a process group for the route "collective", through a folder; all senders and receivers together."""
-        self._groups[rendezvous] = SyncGroup(self._device, rendezvous, rank, world_size, timeout_s)
+        """Form a process group for the route "collective"; all senders and receivers together."""
+        meet = store_of(rendezvous, None)
+        self._groups[rendezvous] = SyncGroup(self._device, meet, rank, world_size, timeout_s, address=self._address)
 
     def leave(self, rendezvous: str) -> None:
         """Leave a process group, if it was joined."""
@@ -273,6 +288,7 @@ class Sender:
         self.forget()
         for rendezvous in list(self._groups):
             self.leave(rendezvous)
+        self._sample.hide(timeout_s)
         self.revoke(timeout_s)
         self._drop_staging_buffers(timeout_s)
 

@@ -21,10 +21,11 @@ from rlcore.engines.weight_sync.endpoint import EndpointInfo
 from rlcore.engines.weight_sync.messages import PlanSummary, decoded
 from rlcore.engines.weight_sync.options import Clock, RoundOptions
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
-from rlcore.engines.weight_sync.transports.base import Transport
+from rlcore.engines.weight_sync.transports.base import MeetingPlace, Transport
 from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
 from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport
+from rlcore.engines.weight_sync.transports.reach import are_samples_needed
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
 
@@ -82,11 +83,16 @@ class SyncSession:
     Args:
         senders: all ranks of the trainer.
         receivers: all workers of all engines, which commit together.
+        meet: makes a place where they can find each other to form a process group; None: a folder of this user.
     """
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
+    def __init__(
+        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace] | None = None
+    ) -> None:
         self.senders = senders
         self.receivers = receivers
+        self.meet: Callable[[], MeetingPlace] = StoreFolder if meet is None else meet
+        self.meets_anywhere = meet is not None
         self.calls_s: Counter[str] = Counter()
         """Seconds of each call of the last round, by its method."""
         self.timed = TimedPeers(senders, self.calls_s), TimedPeers(receivers, self.calls_s)
@@ -114,6 +120,8 @@ class SyncSession:
             SyncError: what went wrong; a note says what the receivers hold.
         """
         self.calls_s.clear()
+        for transport in self.transports.values():
+            transport.sent_bytes.clear()
         round_ = _Round(self, options)
         try:
             return round_.run(poisoned)
@@ -126,8 +134,8 @@ class SyncSession:
             raise error
 
     @property
-    def stores(self) -> list[StoreFolder]:
-        """The folder of the process group, if there is one."""
+    def stores(self) -> list[MeetingPlace]:
+        """The meeting place of the process group, if there is one."""
         return [one.store for one in self.transports.values() if one.store is not None]
 
     def close(self) -> None:
@@ -178,6 +186,7 @@ class _Round:
             why_on_host=self._session.unshared if self._session.kind is PackedOnHostTransport else "",
             moved_bytes=self._moved,
             needed_bytes=self._needed_bytes if self._moved else 0,
+            network_bytes=self._network_bytes,
             fallback_bytes=self._loaded,
             handles_opened=self._num_opened,
             staging_waits_by=self._staging_waits_by(),
@@ -232,13 +241,19 @@ class _Round:
         self._session.transports, self._session.scattered = {}, ""
         senders, receivers, _ = key
         manifest: bytes = self._all_senders("manifest")[0]
-        calls = [(self._session.name, manifest, list(senders), number) for number in range(len(self._receivers))]
+        of_senders = [decoded(one, EndpointInfo, "endpoint info") for one in senders]
+        of_receivers = [decoded(one, EndpointInfo, "endpoint info") for one in receivers]
+        samples = self._all_senders("show_sample") if are_samples_needed(of_senders, of_receivers) else None
+        common = [self._session.name, manifest, list(senders)]
+        calls = [(*common, number, samples) for number in range(len(self._receivers))]
         summaries = self._receivers.call("prepare", calls, self._clock.left())
+        if samples is not None:
+            self._all_senders("hide_sample")
         self._session.agreement = Agreement(
             key,
             decoded(manifest, WeightManifest, "manifest"),
-            [decoded(one, EndpointInfo, "endpoint info") for one in senders],
-            [decoded(one, EndpointInfo, "endpoint info") for one in receivers],
+            of_senders,
+            of_receivers,
             [decoded(summary, PlanSummary, "summary") for summary in summaries],
         )
 
@@ -251,6 +266,13 @@ class _Round:
     def _needed_bytes(self) -> int:
         planned = sum(sum(summary.needed_bytes) for summary in self._agreed.summaries)
         return planned + self._loaded
+
+    @property
+    def _network_bytes(self) -> int:
+        """The bytes of weights that went to receivers on other machines than the sender's, in this round."""
+        sent = sum((one.sent_bytes for one in self._session.transports.values()), Counter[tuple[int, int]]())
+        machines = [[one.machine for one in side] for side in (self._agreed.senders, self._agreed.receivers)]
+        return sum(nbytes for (of, to), nbytes in sent.items() if machines[0][of] != machines[1][to])
 
     def _test_plans(self) -> None:
         summaries = self._all_receivers("self_test")
@@ -295,7 +317,14 @@ class _Round:
         if kind is PackedTransport and PackedOnHostTransport in self._session.transports:
             # Another try would drop the staging buffers on the host.
             return self._session.unshared
-        reason = refusal(kind.route, kind.is_on_host, self._agreed.senders, self._agreed.receivers)
+        reason = refusal(
+            kind.route,
+            kind.is_on_host,
+            self._agreed.senders,
+            self._agreed.receivers,
+            [summary.unreached for summary in self._agreed.summaries],
+            meets_anywhere=self._session.meets_anywhere,
+        )
         if not reason and self._options.route is None:
             reason = is_unwise(kind.route, self._agreed.senders) or self._session.scattered * (kind is DirectTransport)
         if reason:
@@ -310,7 +339,8 @@ class _Round:
         return reason
 
     def _open(self, kind: type[Transport], digests: Sequence[str]) -> Transport:
-        transport = self._session.transports.setdefault(kind, kind(self._senders, self._receivers))
+        known = self._session.transports
+        transport = known.setdefault(kind, kind(self._senders, self._receivers, self._session.meet))
         transport.is_asked = self._options.route is not None
         self._num_opened += transport.open(digests, self._staging_bytes, self._generation, self._clock.left)
         return transport

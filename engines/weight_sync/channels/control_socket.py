@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 import struct
 import time
@@ -37,6 +39,15 @@ class ControlSocket:
         self._seal = seal
         self._received = bytearray()
         """The part of a message that has not come whole."""
+
+    @property
+    def own_address(self) -> str:
+        """The address of this host by which the other end reaches it; "" where both are on one host by a path."""
+        if self._connection.family == socket.AF_UNIX:
+            return ""
+        with contextlib.suppress(OSError):  # it is closed
+            return str(self._connection.getsockname()[0])
+        return ""
 
     def send(self, data: bytes, timeout_s: float = _SEND_S) -> None:
         """Send one message.
@@ -81,10 +92,18 @@ class ControlSocket:
         """Receive until so many bytes of the message are here."""
         while (missing := size - len(self._received)) > 0:
             self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = self._connection.recv(min(missing, _MOST_AT_ONCE))
+            part = self._part(min(missing, _MOST_AT_ONCE))
             if not part:
                 raise ConnectionError("the other end has closed")
             self._received += part
+
+    def _part(self, size: int) -> bytes:
+        try:
+            return self._connection.recv(size)
+        except TimeoutError as error:
+            if error.errno == errno.ETIMEDOUT:  # the kernel's, not that of ``settimeout``
+                raise ConnectionError("its host does not answer any more, or the network to it is cut") from error
+            raise
 
     def close(self) -> None:
         self._connection.close()

@@ -50,6 +50,14 @@ class SyncPeers(ABC):
             RlcoreError: the error of the first that fails, which may be that it ended or did not answer in time.
         """
 
+    def start(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> Callable[[], list[Any]]:
+        """Do what this process does of ``call``; returns a function that does the rest, and returns the results.
+
+        Two sides may be started side by side. What is left is done one after the other, in one order on all ranks.
+        """
+        results = self.call(method, calls, timeout_s)
+        return lambda: results
+
     @abstractmethod
     def __len__(self) -> int:
         """Return how many peers there are."""
@@ -122,6 +130,12 @@ class TimedPeers(SyncPeers):
         self._seconds[method] += time.perf_counter() - started  # type: ignore[assignment]  # typeshed counts in int
         return results
 
+    def start(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> Callable[[], list[Any]]:
+        started = time.perf_counter()
+        finish = self._own.start(method, calls, timeout_s)
+        self._seconds[method] += time.perf_counter() - started  # type: ignore[assignment]
+        return finish
+
     def __len__(self) -> int:
         return len(self._own)
 
@@ -173,12 +187,18 @@ class SpmdPeers(SyncPeers):
         self._count = sum(counts)
 
     def call(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> list[Any]:
-        failure, results = "", []
-        error: RlcoreError | None = None
+        return self.start(method, calls, timeout_s)()
+
+    def start(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> Callable[[], list[Any]]:
         try:
             results = self._own.call(method, None if calls is None else calls[self._slice], timeout_s)
-        except RlcoreError as raised:
-            error, failure = raised, str(raised) or type(raised).__name__
+        except RlcoreError as error:
+            return partial(self._shared, method, [], error)
+        return partial(self._shared, method, results, None)
+
+    def _shared(self, method: str, results: list[Any], error: RlcoreError | None) -> list[Any]:
+        """Tell all ranks this one's results or error; returns those of all, or raises the error of one."""
+        failure = "" if error is None else str(error) or type(error).__name__
         answers = [
             decoded(data, tuple[str, list[Any]], "answer of a rank")
             for data in self._all_gather(msgspec.msgpack.encode((failure, results)))

@@ -28,6 +28,9 @@ _SHORTEST_KEY = 16
 _GREETING = b"rlcore.control/1"
 _NONCE_BYTES = _TAG_BYTES = 32
 _NUMBER = struct.Struct("<Q")
+_PROBE_S = 2
+_SILENT_S = 10
+"""A host that answers nothing for so long is gone. The kernel answers for a process that computes, or is stopped."""
 
 
 class MessageSeal:
@@ -78,8 +81,17 @@ def host_and_port(address: str) -> tuple[str, int]:
 def connected(address: str, timeout_s: float) -> socket.socket:
     """Return a connection to the program that listens there; raises OSError if none does."""
     connection = socket.create_connection(host_and_port(address), timeout=timeout_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    prepare(connection)
     return connection
+
+
+def prepare(connection: socket.socket) -> None:
+    """Have small messages leave at once, and a host that does not answer any more be noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S)
 
 
 @contextlib.contextmanager
@@ -106,6 +118,7 @@ def prove_as_accepting(connection: socket.socket, key: bytes, timeout_s: float) 
         OSError: it does not know the key, has gone, or takes longer than ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
+    prepare(connection)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.settimeout(timeout_s)
     connection.sendall(_GREETING + nonce)

@@ -230,14 +230,15 @@ def _modules(destination: Destination) -> set[str]:
 # ------------------------------------------------------------------------------------------------------- ranks
 
 
-class _Holders(NamedTuple):
+class Replicas(NamedTuple):
+    """Ranks that have the same rows of a parameter."""
+
     rows: Rows
     ranks: list[int]
-    """The ranks that have these rows, replicas of each other."""
 
 
 class _Cut(NamedTuple):
-    holders: _Holders
+    holders: Replicas
     copy: Copy
     """The copy; its source is counted from the first of the holders' rows."""
 
@@ -270,7 +271,7 @@ class _Cutter:
     def _cut(self, copy: Copy, shape: tuple[int, ...], layout: int) -> list[_Cut]:
         row = Parameter(shape, "", layout).row_numel
         found = []
-        for holders in _holders(self._manifest.layouts[layout]):
+        for holders in replicas(self._manifest.layouts[layout]):
             first, end = (bound * row for bound in holders.rows)
             found += [
                 _Cut(holders, part._replace(source_offset=part.source_offset - first)) for part in cut(copy, first, end)
@@ -297,9 +298,10 @@ def nearest_rank(ranks: Sequence[int], distances: Sequence[int], turn: int) -> i
 
 
 @functools.lru_cache(4096)
-def _holders(layout: tuple[Rows, ...]) -> list[_Holders]:
+def replicas(layout: tuple[Rows, ...]) -> list[Replicas]:
+    """Return the ranks of each run of rows."""
     by_rows: dict[Rows, list[int]] = defaultdict(list)
     for rank, rows in enumerate(layout):
         if rows[0] < rows[1]:
             by_rows[rows].append(rank)
-    return [_Holders(rows, ranks) for rows, ranks in sorted(by_rows.items())]
+    return [Replicas(rows, ranks) for rows, ranks in sorted(by_rows.items())]

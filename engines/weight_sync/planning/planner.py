@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rlcore.engines.weight_sync.endpoint import EndpointInfo
@@ -10,7 +11,7 @@ from rlcore.engines.weight_sync.planning.coverage import missing_part
 from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
-from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfits, nearest_rank
+from rlcore.engines.weight_sync.planning.plan import Replicas, SyncPlan, make_plan, misfits, nearest_rank, replicas
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical
 from rlcore.engines.weight_sync.target import Target
@@ -24,6 +25,7 @@ class Planner:
         target: what the receiver writes into.
         manifest: of the trainer.
         senders: the trainer's ranks.
+        unreached: for each of them why its memory cannot be opened by the receiver, "" if it can.
         receiver: where the receiver is.
         number: the receiver's position among all.
 
@@ -36,13 +38,16 @@ class Planner:
         target: Target,
         manifest: WeightManifest,
         senders: Sequence[EndpointInfo],
+        unreached: Sequence[str],
+        *,
         receiver: EndpointInfo,
         number: int,
     ) -> None:
         self.manifest = manifest
         self._senders = list(senders)
+        self._unreached = list(unreached)
         self._number = number
-        self._distances = [_distance(sender, receiver) for sender in senders]
+        self._distances = [_distance(one, receiver, not why) for one, why in zip(senders, unreached, strict=True)]
         self._trace = trace_loader(*target.meta_model(), manifest, live=target.tensors())
         if refusal := self._trace.refusal or missing_part(self._trace, target):
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
@@ -52,9 +57,26 @@ class Planner:
         self.plan = self._make(self._trace, self._excluded)
         self.is_tested = target.is_plain or not self.plan.pieces
 
-    def serves(self, manifest: WeightManifest, senders: Sequence[EndpointInfo], number: int) -> bool:
+    def serves(
+        self, manifest: WeightManifest, senders: Sequence[EndpointInfo], unreached: Sequence[str], number: int
+    ) -> bool:
         """Return True if a planner of these would be the same."""
-        return (manifest.digest, list(senders), number) == (self.manifest.digest, self._senders, self._number)
+        own = self.manifest.digest, self._senders, self._unreached, self._number
+        return own == (manifest.digest, list(senders), list(unreached), number)
+
+    @property
+    def are_reached(self) -> list[bool]:
+        """For each sender True if the receiver can open its memory."""
+        return [not why for why in self._unreached]
+
+    @property
+    def unreached(self) -> str:
+        """The reason why some rows are with senders alone that the receiver does not reach; "" if there are none."""
+        everywhere = Replicas((0, 0), list(range(len(self._senders))))  # of weights that every rank computes
+        for held in [everywhere, *itertools.chain.from_iterable(map(replicas, self.manifest.layouts))]:
+            if all(self._unreached[rank] for rank in held.ranks):
+                return f"the trainer's rank {held.ranks[0]}: {self._unreached[held.ranks[0]]}"
+        return ""
 
     def _make(self, trace: LoaderTrace, excluded: dict[str, str]) -> SyncPlan:
         return make_plan(trace, excluded=excluded, distances=self._distances, spread=self._number)
@@ -108,12 +130,12 @@ class Planner:
         return found
 
 
-def _distance(sender: EndpointInfo, receiver: EndpointInfo) -> int:
-    """Return 0 for the receiver's own device, 1 for its own host, 2 for another: that way the link is slowest."""
+def _distance(sender: EndpointInfo, receiver: EndpointInfo, is_reached: bool) -> int:
+    """Return 0 for the receiver's own device, and more the slower the way is: to memory, on one machine, to another."""
     is_own = sender.process == receiver.process if receiver.is_host else sender.device_uuid == receiver.device_uuid
-    if is_own:
-        return 0
-    return 1 if sender.machine == receiver.machine else 2
+    if is_reached:
+        return 0 if is_own else 1
+    return 2 if sender.machine == receiver.machine else 3
 
 
 def _narrower(first: str, second: str) -> str:

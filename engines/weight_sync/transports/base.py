@@ -7,10 +7,10 @@ receivers at once, with plain data, and these open memory, pack, unpack and copy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
-from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import SyncPeers
 
 Route = Literal["local", "direct", "packed", "collective"]
@@ -19,6 +19,16 @@ PATIENCE = 0.7
 """Share of the time left for which one side waits for the other: it can say so before its own caller ends it."""
 TimeLeft = Callable[[], float]
 """Returns the seconds until the round's deadline; raises SyncError after it."""
+
+
+class MeetingPlace(Protocol):
+    """The place where the members of one process group find each other; it goes with ``remove``."""
+
+    path: str
+    """Its name, which members are given."""
+
+    @property
+    def remove(self) -> Callable[[], object]: ...
 
 
 class Transport(ABC):
@@ -30,6 +40,7 @@ class Transport(ABC):
     Args:
         senders: all trainer ranks of the round.
         receivers: all workers of the engines that take the weights.
+        meet: makes a place where all of them can meet.
     """
 
     route: ClassVar[Route]
@@ -43,12 +54,15 @@ class Transport(ABC):
     """``open`` refused because there is too much memory to open each time."""
     waits_by_event = False
     """Devices wait for each other, and not each process for its own."""
-    store: StoreFolder | None = None
-    """Folder of the process group that it has formed, for as long as any member is in the group."""
+    store: MeetingPlace | None = None
+    """The meeting place of the process group that it has formed, for as long as any member is in the group."""
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
+    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
         self._senders = senders
         self._receivers = receivers
+        self._meet = meet
+        self.sent_bytes: Counter[tuple[int, int]] = Counter()
+        """The bytes of weights that went through a process group, by the numbers of sender and receiver."""
 
     @property
     def rendezvous(self) -> str:

@@ -1,6 +1,7 @@
 """The choice of a transport: their order, and why one cannot be taken or should not be.
 
-It is made from what the two sides say of themselves, before anything is opened.
+It is made from what the two sides say of themselves, and from whether receivers could open a sample of each sender's
+memory, before anything of the weights is opened.
 """
 
 from __future__ import annotations
@@ -23,33 +24,46 @@ TRANSPORTS: tuple[type[Transport], ...] = (
 """In the order in which they are tried."""
 
 
-def refusal(route: Route, is_on_host: bool, senders: Sequence[EndpointInfo], receivers: Sequence[EndpointInfo]) -> str:
-    """Return why a route cannot be taken between these, through the host's memory or not; "" if it can."""
+def refusal(
+    route: Route,
+    is_on_host: bool,
+    senders: Sequence[EndpointInfo],
+    receivers: Sequence[EndpointInfo],
+    unreached: Sequence[str],
+    *,
+    meets_anywhere: bool,
+) -> str:
+    """Return why a route cannot be taken between these; "" if it can.
+
+    Args:
+        is_on_host: it goes through the host's memory.
+        unreached: ``PlanSummary.unreached`` of each receiver.
+        meets_anywhere: senders and receivers find each other wherever they are, not only where they share a folder.
+    """
     processes = {one.process for one in senders}
     if route == "local":
         apart = [one for one in receivers if processes != {one.process}]
         return f"{apart[0].device_name} of the receivers is not in one process with every trainer rank" if apart else ""
     if route == "collective":
-        return _refusal_of_group(senders, receivers)
-    everyone = [*senders, *receivers]
-    for what in ("machine", "device"):
-        if len({getattr(one, what) for one in everyone}) > 1:
-            return f"it shares memory, and these are on more than one {what}"
+        return _refusal_of_group(senders, receivers, "" if meets_anywhere else next(filter(None, unreached), ""))
+    for one, why in zip(receivers, unreached, strict=True):
+        if why:
+            return f"it shares memory, and the receiver on {one.device_name} cannot open that of {why}"
+    if len({one.device for one in [*senders, *receivers]}) > 1:
+        return "it shares memory, and these are on more than one kind of device"
     if is_on_host:
         return "its staging buffers are on the host anyway" if any(one.is_host for one in senders) else ""
     return next((one.unshared for one in senders if one.unshared), "")
 
 
-def _refusal_of_group(senders: Sequence[EndpointInfo], receivers: Sequence[EndpointInfo]) -> str:
+def _refusal_of_group(senders: Sequence[EndpointInfo], receivers: Sequence[EndpointInfo], apart: str) -> str:
     """Return why these cannot form one process group: its library takes a device once, and blocks its process."""
     if common := {one.process for one in senders} & {one.process for one in receivers}:
         return f"it takes a process for each, and {len(common)} hold both a trainer rank and a receiver"
     shared = {one.device_uuid for one in senders if not one.is_host} & {one.device_uuid for one in receivers}
     if shared:
         return f"its library takes a device once, and {len(shared)} hold both a trainer rank and a receiver"
-    if len({one.machine for one in [*senders, *receivers]}) > 1:
-        return "its ranks meet through a folder, and these are on more than one machine"
-    return ""
+    return f"its ranks meet through a folder, and a receiver does not reach {apart}" if apart else ""
 
 
 def is_unwise(route: Route, senders: Sequence[EndpointInfo]) -> str:

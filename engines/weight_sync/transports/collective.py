@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from rlcore.engines.launchers.runtime_files import StoreFolder
-from rlcore.engines.weight_sync.channels.peers import SyncPeers, at_once
+from rlcore.engines.weight_sync.channels.peers import Call, SyncPeers, at_once
 from rlcore.engines.weight_sync.messages import Packing, Sending
-from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft
+from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, TimeLeft
 from rlcore.engines.weight_sync.transports.packed import StagingTransport, encode
 
 
@@ -16,21 +17,18 @@ class CollectiveTransport(StagingTransport):
 
     route = "collective"
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
-        super().__init__(senders, receivers)
+    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
+        super().__init__(senders, receivers, meet)
         self._timeout_s = 0.0
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
         if self.store is not None and self._timeout_s < left():
             return 0
         self.close(left)
-        self.store, self._timeout_s = StoreFolder(), PATIENCE * left()
+        self.store, self._timeout_s = self._meet(), PATIENCE * left()
         size = len(self._senders) + len(self._receivers)
         join = [(self.rendezvous, rank, size, self._timeout_s) for rank in range(size)]
-        self._beside(
-            lambda: self._senders.call("join", join[: len(self._senders)], left()),
-            lambda: self._receivers.call("join", join[len(self._senders) :], left()),
-        )
+        self._beside("join", join[: len(self._senders)], "join", join[len(self._senders) :], left())
         return 0
 
     def close(self, left: TimeLeft) -> None:
@@ -43,11 +41,12 @@ class CollectiveTransport(StagingTransport):
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: TimeLeft) -> int:
         steps = self._steps(round_id, digests, is_checked)
         sends, receives = self._schedules(steps, digests)
-        _, received = self._beside(
-            lambda: self._senders.call("send", [(encode(one),) for one in sends], left()),
-            lambda: self._receivers.call("receive", [(encode(one),) for one in receives], left()),
-        )
-        return sum(received)
+        orders, takes = [(encode(one),) for one in sends], [(encode(one),) for one in receives]
+        _, received = self._beside("send", orders, "receive", takes, left())
+        for receiver, (packings, sizes) in enumerate(zip(receives, received, strict=True)):
+            for one, nbytes in zip(packings, sizes, strict=True):
+                self.sent_bytes[one.sender, receiver] += nbytes
+        return sum(map(sum, received))
 
     def _schedules(
         self, steps: Sequence[Sequence[Packing | None]], digests: Sequence[str]
@@ -68,10 +67,14 @@ class CollectiveTransport(StagingTransport):
         everything = [one for row in steps for one in row if one is not None]
         return sends, [[one for one in everything if one.digest == digest] for digest in digests]
 
-    def _beside(self, senders: Callable[[], list[int]], receivers: Callable[[], list[int]]) -> tuple[list[int], ...]:
-        """Call both sides at once: a member of the group waits for the others."""
+    def _beside(
+        self, of_senders: str, sends: list[Call], of_receivers: str, receives: list[Call], timeout_s: float
+    ) -> tuple[list[Any], list[Any]]:
+        """Call both sides at once, because a member of the group waits for the others; returns the results of each."""
+        sending = partial(self._senders.start, of_senders, sends, timeout_s)
+        receiving = partial(self._receivers.start, of_receivers, receives, timeout_s)
         if self._receivers.is_here:  # the calling thread is theirs
-            received, sent = at_once([receivers, senders])
-            return sent, received
-        sent, received = at_once([senders, receivers])
-        return sent, received
+            finish_receiving, finish_sending = at_once([receiving, sending])
+        else:
+            finish_sending, finish_receiving = at_once([sending, receiving])
+        return finish_sending(), finish_receiving()

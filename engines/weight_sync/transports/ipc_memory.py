@@ -27,7 +27,8 @@ class ImportedMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._offered: list[Sender | ImportedTensors] = []
+        self._offered: list[Sender | ImportedTensors | None] = []
+        """By sender; None for one whose memory cannot be opened here."""
         self._given: list[Mapping[int, Tensor]] = []
         self._sources: dict[str, Tensor] = {}
         """All tensors that are in ``_given``."""
@@ -43,8 +44,8 @@ class ImportedMemory:
         with self._using:
             yield
 
-    def open_offers(self, offers: list[bytes], timeout_s: float) -> int:
-        """Open the tensors of all senders; returns how many handles had to be opened.
+    def open_offers(self, offers: list[bytes], are_reached: Sequence[bool], timeout_s: float) -> int:
+        """Open the tensors of all senders that are reached; returns how many handles had to be opened.
 
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
@@ -53,7 +54,7 @@ class ImportedMemory:
         num_opened = 0
         for number, offer in enumerate(decoded(one, Offer, "offer") for one in offers):
             here = sender_here(offer.epoch)
-            if here is not None:
+            if here is not None or not are_reached[number]:
                 self._offered.append(here)
             elif offer.handles is None:
                 raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
@@ -62,18 +63,21 @@ class ImportedMemory:
                 num_opened += len(offer.handles)
         return num_opened
 
-    def open_staging_buffers(self, handles: list[bytes], timeout_s: float) -> int:
-        """Open the staging buffers of all senders; returns how many handles had to be opened.
+    def open_staging_buffers(self, handles: list[bytes], are_reached: Sequence[bool], timeout_s: float) -> int:
+        """Open the staging buffers of all senders that are reached; returns how many handles had to be opened.
 
         Raises:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
         self._close_staging_buffers()
         for sender, handle in enumerate(map(IpcHandle.from_bytes, handles)):
+            if not are_reached[sender]:
+                self._staging_buffers.append(None)
+                continue
             self._is_on_host = handle.device != self._device.spec.name
             owner = host_device() if self._is_on_host else self._device
             self._staging_buffers += self._import(sender, timeout_s, owner, [handle])
-        return len(handles)
+        return sum(are_reached)
 
     def sources(self) -> dict[str, Tensor]:
         """Return the senders' tensors by ``source_name``; the same mapping while none has moved.
@@ -83,7 +87,7 @@ class ImportedMemory:
         """
         if not self._offered:
             raise SyncError("data came out of order: the trainer's tensors have not been opened")
-        given = [offered.tensors() for offered in self._offered]
+        given = [{} if offered is None else offered.tensors() for offered in self._offered]
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given = given
             self._sources = {
@@ -99,7 +103,7 @@ class ImportedMemory:
         Raises:
             SyncError: it is not open.
         """
-        if sender not in range(len(self._staging_buffers)):
+        if sender not in range(len(self._staging_buffers)) or self._staging_buffers[sender] is None:
             raise SyncError(f"data came out of order: the staging buffers of sender {sender} have not been opened")
         return slot_of(self._staging_buffers[sender].tensor, slot)
 
@@ -140,7 +144,7 @@ class ImportedMemory:
     def _close_staging_buffers(self) -> None:
         if self._staging_buffers:
             self._device.synchronize()
-        for mapping in self._staging_buffers:
+        for mapping in filter(None, self._staging_buffers):
             mapping.close()
         self._staging_buffers, self._on_device, self._is_on_host = [], None, False
 

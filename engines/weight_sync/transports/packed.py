@@ -10,7 +10,7 @@ import msgspec
 
 from rlcore.engines.weight_sync.channels.peers import SyncPeers, at_once
 from rlcore.engines.weight_sync.messages import Packing
-from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft, Transport
+from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, TimeLeft, Transport
 
 encode = msgspec.msgpack.encode
 
@@ -18,8 +18,8 @@ encode = msgspec.msgpack.encode
 class StagingTransport(Transport):
     """Each sender packs the buckets of all distinct plans into its staging buffers, one plan after the other."""
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
-        super().__init__(senders, receivers)
+    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
+        super().__init__(senders, receivers, meet)
         self._counts: dict[str, list[int]] = {}
         """For each plan how many buckets each sender packs."""
         self._slot_bytes = 0
@@ -77,8 +77,8 @@ class PackedTransport(StagingTransport):
 
     route = "packed"
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers) -> None:
-        super().__init__(senders, receivers)
+    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
+        super().__init__(senders, receivers, meet)
         self._handles: list[bytes] = []
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
