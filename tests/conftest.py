@@ -22,7 +22,7 @@ from tests.warm import LIMIT_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["tests.summary"]
+pytest_plugins = ["tests.summary", "tests.hosts"]
 
 _PATCHED = {bool, int, float, str, type, types.FunctionType}
 """Of what modules hold: constants, classes and functions. Those whose names begin with "__" torch's compiler adds."""
@@ -90,6 +90,11 @@ def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM, on a GPU or its build for the CPU; docs/vllm.md says how to run these")
+    if item.get_closest_marker("hosts"):
+        from tests.hosts import why_no_hosts
+
+        if reason := why_no_hosts():
+            pytest.skip(reason)
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
         if item.get_closest_marker(marker) and (reason := _missing_gpus(needed)):
             pytest.skip(reason)

@@ -7,6 +7,7 @@ import errno
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 _LENGTH = struct.Struct("<Q")
@@ -65,7 +66,7 @@ class ControlSocket:
         try:
             while num_sent < len(message):
                 self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
-                num_sent += self._connection.send(message[num_sent:])
+                num_sent += self._sent(message[num_sent:])
         except BaseException:
             if num_sent:
                 self.close()
@@ -97,13 +98,24 @@ class ControlSocket:
                 raise ConnectionError("the other end has closed")
             self._received += part
 
+    def _sent(self, data: memoryview) -> int:
+        with _told_from_timeout():
+            return self._connection.send(data)
+
     def _part(self, size: int) -> bytes:
-        try:
+        with _told_from_timeout():
             return self._connection.recv(size)
-        except TimeoutError as error:
-            if error.errno == errno.ETIMEDOUT:  # the kernel's, not that of ``settimeout``
-                raise ConnectionError("its host does not answer any more, or the network to it is cut") from error
-            raise
 
     def close(self) -> None:
         self._connection.close()
+
+
+@contextlib.contextmanager
+def _told_from_timeout() -> Iterator[None]:
+    """Tell the kernel's error, that the other host is silent, from the TimeoutError of ``settimeout``."""
+    try:
+        yield
+    except TimeoutError as error:
+        if error.errno == errno.ETIMEDOUT:
+            raise ConnectionError("its host does not answer any more, or the network to it is cut") from error
+        raise

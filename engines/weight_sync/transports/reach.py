@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -83,5 +84,8 @@ def _why_unreached(sender: EndpointInfo, receiver: EndpointInfo, sample: bytes |
     try:
         host_device().memory.import_ipc(shown.handle, timeout_s=timeout_s).close()
     except RlcoreError as error:
-        return first_line(error)
+        return (
+            f"it is on this machine, and a trial to open its memory failed: {first_line(error)}; containers share "
+            f"memory if they see one folder as {Path(shown.handle.exporter).parent}"
+        )
     return ""
