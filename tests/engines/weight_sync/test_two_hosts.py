@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts import Host, start_hosts, two_hosts
+from tests.hosts import Host, start_hosts, three_hosts, two_hosts
+from tests.warm import LIMIT_S
 
 from .test_places import far_end, said
 
-__all__ = ["start_hosts", "two_hosts"]  # fixtures
+__all__ = ["start_hosts", "three_hosts", "two_hosts"]  # fixtures
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -87,3 +91,28 @@ def test_a_link_that_is_cut_in_a_sync_is_one_error_on_both_sides(two_hosts: list
     else:
         assert not stopped["is_whole"]
         assert "The model's weights are a mixture" in stopped["error"]
+
+
+def test_a_trainer_on_two_hosts_gives_its_shards_to_a_third(three_hosts: list[Host], tmp_path: Path) -> None:
+    *trainers, sampler = three_hosts
+    address = f"tcp://{trainers[0].address}:5000"
+    script = str(Path(__file__).with_name("sharded_sender.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    master = ["--master-addr", trainers[0].address, "--master-port", "29500", "--nproc-per-node", "1"]
+    interface = {"GLOO_SOCKET_IFNAME": "eth0"}  # of torch's own group, which the program makes before it asks rlcore
+    sending = [
+        host.start(
+            [*command, "--node-rank", str(number), *master, script, address, str(tmp_path)],
+            environment=interface,
+        )
+        for number, host in enumerate(trainers)
+    ]
+    received = said(sampler.python(*far_end("receiver", address=address)))
+    for one in sending:
+        _, error = one.communicate(timeout=LIMIT_S)
+        assert one.returncode == 0, error
+    nbytes = 4 * 1000 + 2 * 21
+    for rank in range(2):
+        found, digests = json.loads((tmp_path / f"sender-{rank}.json").read_text())
+        assert found == [["collective", nbytes, nbytes], ["collective", nbytes, 2 * nbytes]], "verify sends all again"
+        assert [one["digest"] for one in received[:2]] == digests
