@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.torchrun import num_hosts
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError
 
@@ -94,3 +95,17 @@ def test_without_torchrun_the_absent_variables_are_named(monkeypatch: pytest.Mon
         start_workers(Worker, "the engine", ["cpu:0"], launcher="torchrun", timeout_s=1)
     with pytest.raises(InvalidInputError, match="'inline' runs one worker, and the engine has 2; use 'process'"):
         start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="inline", timeout_s=1)
+
+
+def test_workers_of_the_whole_world_are_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert num_hosts(6) == 1, "the world does not say that it has others"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (num_hosts(6), num_hosts(1), num_hosts(None)) == (3, 1, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert num_hosts(1) == 1
+    with pytest.raises(
+        InvalidInputError, match="takes as many ranks on each host; this world has 6, and 4 of them are"
+    ):
+        num_hosts(6)

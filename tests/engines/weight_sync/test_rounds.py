@@ -284,7 +284,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Receivers are taken for those of another process, which may open the trainer's memory on a host."""
     monkeypatch.setattr("rlcore.engines.weight_sync.session.is_unwise", lambda route, senders: "")
     monkeypatch.setattr(
-        "rlcore.engines.weight_sync.session.refusal", lambda route, *_: "it is elsewhere" * (route == "local")
+        "rlcore.engines.weight_sync.session.refusal", lambda route, *_, **__: "it is elsewhere" * (route == "local")
     )
 
 

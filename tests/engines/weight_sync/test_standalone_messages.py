@@ -130,6 +130,7 @@ def test_a_receiver_answers_what_the_protocol_has_and_nothing_else() -> None:
             "number": number,
             "error": f"SyncError: a receiver has no {method!r}",
             "result": None,
+            "asks": None,
         }
         assert answer == expected
     assert (described["number"], described["error"]) == (len(STRANGE), "")
