@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 MEBI = 1 << 20
 NUM_ELEMENTS = 4 * MEBI  # of 4 bytes
+LIMITED = {"timeout_s": 60}
 
 
 def meet(
@@ -37,7 +38,7 @@ def meet(
 
 def test_weights_go_to_another_host_by_a_group(two_hosts: list[Host]) -> None:
     before = two_hosts[0].sent_bytes()
-    sent, received = map(said, meet(two_hosts, [{}, {"staged": True}, {"route": "packed"}]))
+    sent, received = map(said, meet(two_hosts, [LIMITED, LIMITED | {"staged": True}, LIMITED | {"route": "packed"}]))
     gone = two_hosts[0].sent_bytes() - before
     assert {one["pid"] for one in [*sent, *received]} == {5000}, "and yet they are two processes"
     *done, refused = sent
@@ -69,7 +70,7 @@ def test_a_link_that_is_cut_in_a_sync_is_one_error_on_both_sides(two_hosts: list
     here, _ = two_hosts
     here.limit(80)  # 1.7 s for each round
     timeout_s = 20.0
-    rounds = [{}, {"staged": is_staged, "timeout_s": timeout_s}]
+    rounds = [LIMITED, {"staged": is_staged, "timeout_s": timeout_s}]
     before = here.sent_bytes()
     sending, receiving = meet(two_hosts, rounds)
     wait_until_sent(here, before + int(1.5 * 4 * NUM_ELEMENTS))
