@@ -30,8 +30,12 @@ from rlcore.integrations.trl_vllm import PlannedSync
 Trainer = TypeVar("Trainer", GRPOTrainer, RLOOTrainer)
 
 
-def accelerate_trl(trainer: Trainer) -> Trainer:
+def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Trainer:
     """Put rlcore's kernels under a trainer that has not begun to train; return the trainer.
+
+    Args:
+        offload_optimizer: keep the optimizer's states in host memory while completions are sampled and scored. False
+            saves the time of the copies, about 40 ms a gigabyte and step, where the device has room for all.
 
     Raises:
         InvalidInputError: it is no GRPOTrainer or RLOOTrainer.
@@ -46,7 +50,8 @@ def accelerate_trl(trainer: Trainer) -> Trainer:
     heads = [CausalHead(model, temperature=trainer.temperature, in_float32=in_float32) for model in models]
     for model, head in zip(models, heads, strict=True):
         _use(head, model, with_entropy=model is models[0])  # TRL asks the reference for none
-    trainer._generate_and_score_completions = _without_optimizer(trainer)
+    if offload_optimizer:
+        trainer._generate_and_score_completions = _without_optimizer(trainer)
     if trainer.use_vllm:
         trainer.vllm_generation.sync_weights = PlannedSync(trainer.vllm_generation)
     return trainer
@@ -55,9 +60,9 @@ def accelerate_trl(trainer: Trainer) -> Trainer:
 class RlcoreGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """``GRPOTrainer`` after ``accelerate_trl``: the same arguments, losses, statistics and checkpoints."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, offload_optimizer: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
-        accelerate_trl(self)
+        accelerate_trl(self, offload_optimizer=offload_optimizer)
 
 
 def _check_sharding(trainer: GRPOTrainer | RLOOTrainer) -> None:
