@@ -23,6 +23,8 @@ def rows_refusal(query: Query) -> str | None:
         return "it computes in float32, and the inputs are float64"
     if "group" in query.options:
         return _SPLIT
+    if "row_stats" in query.options:
+        return "its kernel has the log-probability and the entropy of a row alone, no row_stats"
     return _absence(query.device_type)
 
 

@@ -5,8 +5,8 @@
 All are [t] vectors, t the tokens of one chunk. ``entropy`` is None if it is not computed. ``per_token`` holds what the
 caller passed (old log-probabilities, advantages, ...). ``value`` is the loss of each token before weighting, and
 ``stats`` holds vectors to report. They are reduced over all tokens by the ending of their name: ``_mean`` (weighted
-like the loss, or by the operator's ``stats_weight``), ``_sum``, ``_min``, ``_max``. The entries of a masked token are
-0, and what is computed from them is left out.
+like the loss, or by the operator's ``stats_weight``), ``_sum``, ``_min``, ``_max``; ``sequence_stats`` of the operator
+has means over sequences. The entries of a masked token are 0, and what is computed from them is left out.
 
 The entries that the terms of this folder read, all natural logarithms and without gradient:
 

@@ -266,7 +266,8 @@ def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> L
     if is_valid is not None:
         check_values(is_valid, lambda: f"targets must be token ids in [0, {logits.shape[-1]}), or ignore_index")
     if problem.rows.labels.dim() > 1:
-        found = RowStatistics(*(None if values is None else values.view(problem.rows.labels.shape) for values in found))  # type: ignore[arg-type]
+        shape = problem.rows.labels.shape
+        found = RowStatistics(*(None if values is None else values.view(shape) for values in found[:4]))  # type: ignore[arg-type]
     return LogprobOutput(found.logprob, found.entropy, (found.peak, found.total))
 
 
