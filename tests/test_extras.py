@@ -1,0 +1,71 @@
+"""pip finds versions for every extra, within the ranges of pyproject.toml and the versions of constraints.txt."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+    "optional-dependencies"
+]
+HEAVY = {
+    "ascend": "torch-npu",
+    "flash-attn": "flash-attn, whose build needs torch and CUDA's compiler,",
+    "verl": "verl and Ray",
+    "vllm": "vLLM, with a torch for CUDA,",
+}
+"""What pip would download to read its requirements: gigabytes. docs/installation.md has what they resolve to."""
+
+
+def would_install(*requirements: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-build-isolation", "--report", "-"]
+    return subprocess.run(
+        [*command, "-c", "constraints.txt", *requirements], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def _an_index() -> None:
+    found = would_install("--ignore-installed", "--no-deps", "pluggy")
+    if found.returncode != 0:
+        pytest.skip(f"pip reaches no index: {found.stderr.strip().splitlines()[-1]}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_an_index")
+@pytest.mark.parametrize("extra", sorted(EXTRAS))
+def test_an_extra_resolves(extra: str) -> None:
+    if extra in HEAVY:
+        pytest.skip(f"pip would download {HEAVY[extra]} to read what it requires")
+    found = would_install(f".[{extra}]")
+    assert found.returncode == 0, found.stderr
+    (chosen,) = (each for each in installed(found) if each["name"] == "rlcore")
+    assert extra in chosen["provides_extra"]
+
+
+def installed(found: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [each["metadata"] for each in json.loads(found.stdout)["install"]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_an_index")
+def test_a_range_that_nothing_is_in_does_not_resolve() -> None:
+    """Otherwise the test above could not fail."""
+    found = would_install(".[bench]", "jinja2>=99")
+    assert found.returncode != 0 and "jinja2" in found.stderr.lower()
+
+
+def test_the_page_has_every_extra() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text("utf-8")
+    tables = page.split("## What they resolve to")
+    assert len(tables) == 2
+    for part in tables:
+        assert {*EXTRAS} <= {*re.findall(r"^\| `([a-z-]+)`", part, re.MULTILINE)}
