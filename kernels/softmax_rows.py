@@ -133,11 +133,7 @@ def statistics_(
     logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool, row_stats: Sequence[str] = ()
 ) -> RowStatistics:
     """Return the statistics of rows of wide logits, and overwrite the logits with exp(c)."""
-    found: dict[str, Tensor] = {}
-    if "mean_logit" in row_stats:
-        found["mean_logit"] = logits_TV.mean(1) * rows.inverse_temperature
-    if "is_top1" in row_stats:
-        found["is_top1"] = logits_TV.argmax(1) == rows.target
+    found = _row_stats_of_logits(logits_TV, rows, row_stats)
     peak_T = logits_TV.amax(1)
     centred_TV = logits_TV.sub_(peak_T[:, None]).mul_(column(rows.inverse_temperature))
     chosen_T = centred_TV.gather(1, rows.target[:, None]).squeeze(1)
@@ -150,6 +146,26 @@ def statistics_(
     if "sum_squares" in row_stats:
         found["sum_squares"] = exp_TV.square().sum(1) / total_T.square()
     return RowStatistics(chosen_T - log_total_T, entropy_T, peak_T, total_T, found)
+
+
+def row_stats_(
+    logits_TV: Tensor, rows: ScaledRows, names: Sequence[str], peak_T: Tensor, total_T: Tensor
+) -> dict[str, Tensor]:
+    """Return the ``row_stats`` of wide logits whose peak and total are known, and overwrite the logits."""
+    found = _row_stats_of_logits(logits_TV, rows, names)
+    if "sum_squares" in names:
+        exp_TV = exponentials_(logits_TV, peak_T, rows.inverse_temperature)
+        found["sum_squares"] = exp_TV.square_().sum(1) / total_T.square()
+    return found
+
+
+def _row_stats_of_logits(logits_TV: Tensor, rows: ScaledRows, names: Sequence[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "mean_logit" in names:
+        found["mean_logit"] = logits_TV.mean(1) * rows.inverse_temperature
+    if "is_top1" in names:
+        found["is_top1"] = logits_TV.argmax(1) == rows.target
+    return found
 
 
 class RowStatsBuffer:
