@@ -48,6 +48,7 @@ class Logprobs(_LogprobAndEntropy):
     They are no part of the tuple."""
 
     def with_row_stats(self, row_stats: Mapping[str, Tensor]) -> Logprobs:
+        """Return the same tuple with these numbers."""
         found = Logprobs(*self)
         found.row_stats = row_stats
         return found
