@@ -33,15 +33,15 @@ class Contender:
     """One way to do the work of a case."""
 
     implementation: str
-    """The implementation that runs, by the name it is registered under; never what was merely asked for."""
+    """The name of what ran: of an operator that of the registered implementation, also where none was asked for."""
     run: Callable[[], Any]
     """Does the work once. What is queued on the device is waited for by the runner."""
     check: Callable[[Any], None]
     """Takes what ``run`` returned; raises AssertionError when it is wrong."""
     _: KW_ONLY
     seconds: Callable[[Any], float | Sequence[float]] | None = None
-    """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock. Of a run of
-    several steps those of each, which is then a sample."""
+    """The seconds taken, from what ``run`` returned, where it measures itself; else the runner's clock. A run of
+    several steps returns the seconds of each step, and each is a sample."""
     quantities: Callable[[Any], Mapping[str, Quantity]] | None = None
     """Other values that are recorded of each timed run, by metric name, from what ``run`` returned."""
     params: Mapping[str, int | float | str] = field(default_factory=dict)

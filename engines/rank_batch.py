@@ -37,7 +37,7 @@ class RankBatch:
     num_tokens: int
     """Number of tokens in the whole batch."""
     num_micro_batches: int
-    """The same on all ranks. A rank whose sequences need fewer adds empty ones, so that collectives match."""
+    """The same on all ranks: a rank that needs fewer adds empty micro-batches, so that collectives match."""
 
 
 def rank_batches(packed: Mapping[str, Tensor], num_ranks: int, max_tokens: int) -> list[RankBatch]:

@@ -302,7 +302,8 @@ class TrainEngine(CheckpointedEngine):
                 targets'. Numbers of your own, such as those of steps, may also decrease: they are not compared.
             route: "local", "direct", "packed" or "collective" (docs/weight_sync.md); None takes the first that works.
             staged: the targets keep their old weights whole until they have all new ones, in twice the memory.
-            verify: compare every byte with what the target's own loader makes of the same weights; slow.
+            verify: compare every byte with what the target's own loader makes of the same weights; slow, and not with
+                ``staged``: that loader writes into the weights that are served.
             checksums: on "packed" and "collective": of no bucket, one in 16, or all.
             staging_bytes: size of each of the two staging buffers of a trainer's worker; None chooses.
             slab_bytes: the former name of ``staging_bytes``, deprecated.

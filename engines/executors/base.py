@@ -59,9 +59,9 @@ class _SyncEndpoint(Worker, ABC):
 class InferenceExecutor(_SyncEndpoint):
     """One replica's worker: generates, and takes new weights. Tags: ``weights`` and ``kv_cache``.
 
-    Requests have numbers, which the engine gives. Log-probs are those of the distribution sampled from. An executor
-    that does not override ``submit`` and its companions has its requests wait until ``collect`` runs them by
-    ``generate``.
+    Requests have numbers, which the engine gives. Log-probs are those of the distribution sampled from, after
+    temperature, top-k and top-p (``sampling/completion.py``). An executor that does not override ``submit`` and its
+    companions has its requests wait until ``collect`` runs them by ``generate``.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -103,7 +103,9 @@ class InferenceExecutor(_SyncEndpoint):
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> list[RequestOutput]:
-        """Sample completions, and ``emit`` the number of those that ended as they do. Needs all tags on the device.
+        """Sample completions; needs all tags on the device.
+
+        When completions end, ``emit`` is called with their number, for the user's progress bar.
 
         Args:
             prompts: texts, or token ids, at least one token each.
@@ -213,7 +215,10 @@ class TrainExecutor(_SyncEndpoint):
 
     @abstractmethod
     def state_dict(self, adapters: Adapters) -> dict[str, Tensor]:
-        """Return whole weights in host memory by their checkpoint names; ranks whose answer nobody reads give none."""
+        """Return whole weights in host memory by their checkpoint names.
+
+        The engine reads the answer of rank 0, and under torchrun each rank its own; other ranks may return {}.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

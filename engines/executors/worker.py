@@ -36,11 +36,11 @@ class Worker:
     """Base of executors' worker classes; ``build`` of a subclass fills ``offload_groups`` with one entry a tag."""
 
     runs_on_many_devices: ClassVar[bool] = False
-    """Workers of one engine share one set of weights."""
+    """An engine may have several workers, which share one set of weights."""
     owns_process: ClassVar[bool] = False
     """Each worker lives in a process of its own, apart from other engines' workers on its device."""
     joins_torchrun: ClassVar[bool] = False
-    """Where it owns its process, that may be a rank which torchrun started, which has a trainer's worker too."""
+    """The process that a worker owns may be a rank of torchrun, in which a trainer's worker lives too."""
     runs_user_code: ClassVar[bool] = False
     """A module of the user's is sent to the workers."""
     drives_replica: ClassVar[bool] = False

@@ -52,12 +52,13 @@ class Launcher(ABC):
     ) -> WorkerGroup:
         """Start one worker for each placement, by rank, and wait until all are ready.
 
-        The group is ``WorkerGroup(options.engine, options.timeout_s, store)``: ``store`` is a folder through which the
-        workers find each other, which the group removes in the end, "" where there is one worker. To its ``workers``
-        a `rlcore.engines.launchers.worker.WorkerHandle` is added for each rank. A worker is made where it will live, by
-        ``worker_class(context)``: its ``WorkerContext`` has the same ``number`` on all ranks, ``next(engine_numbers)``.
+        The group is ``WorkerGroup(options.engine, options.timeout_s, store)``. Through the folder ``store``
+        (``runtime_files.new_store``; "" where there is one worker) the workers find each other; the group removes it in
+        the end. To its ``workers`` a `rlcore.engines.launchers.worker.WorkerHandle` is added for each rank. A worker is
+        made where it will live, by ``worker_class(context)``: its ``WorkerContext`` has the same ``number`` on all
+        ranks, ``next(engine_numbers)``. ``group.wait_until_started`` waits for all.
 
-        When a worker fails to start, or the user interrupts the start, no worker is left.
+        When a worker fails to start, or the user interrupts the start, ``group.stop()`` ends those that have started.
 
         Raises:
             InvalidInputError: this launcher cannot run these workers.

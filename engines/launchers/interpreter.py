@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlcore import __version__
 from rlcore.errors import InvalidInputError
 
 _LONGEST_S = 60.0
@@ -32,9 +32,9 @@ def checked_interpreter(python: str | os.PathLike[str]) -> str:
 
 @functools.cache
 def _check(python: str) -> None:
-    command = [python, "-P", "-c", "import importlib.metadata, rlcore; print(importlib.metadata.version('rlcore'))"]
-    ours = importlib.metadata.version("rlcore")
-    wanted = f"install rlcore {ours} there: {python} -m pip install 'rlcore=={ours}'"
+    command = [python, "-P", "-c", "import rlcore; print(rlcore.__version__)"]
+    ours = __version__
+    wanted = f"install rlcore {ours} there: {python} -m pip install <the wheel or clone of this one>"
     try:
         told = subprocess.run(
             command,

@@ -100,8 +100,8 @@ class CurrentCall:
 class WorkerHandle(Protocol):
     """A worker as the user's process sees it, wherever it runs.
 
-    Whoever runs it makes it within ``context.running("start")`` and calls its methods one at a time, each within
-    ``context.running(method)``; after ``close`` comes ``context.world.destroy()``.
+    The side that runs the worker makes it within ``context.running("start")``, calls its methods one at a time, each
+    within ``context.running(method)``, and ends with ``close`` and ``context.world.destroy()``.
     """
 
     context: WorkerContext

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterable
 
 import msgspec
 
+from rlcore import __version__
 from rlcore.device import Device
+from rlcore.errors import SyncError
 from rlcore.process.status import boot_id, process_name
 
 
@@ -28,6 +31,8 @@ class EndpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The device is the machine itself."""
     unshared: str
     """The reason why other processes cannot open the device's memory; "" if they can."""
+    rlcore: str
+    """The version of rlcore there."""
 
 
 def endpoint_info(device: Device) -> EndpointInfo:
@@ -42,4 +47,12 @@ def endpoint_info(device: Device) -> EndpointInfo:
         device_uuid=device.properties().uuid,
         is_host=device.spec.is_host,
         unshared=limit.reason if limit is not None and limit.support == "unsupported" else "",
+        rlcore=__version__,
     )
+
+
+def check_versions(ends: Iterable[EndpointInfo]) -> None:
+    """Raise SyncError unless all ends have one version of rlcore: another one may cut weights into other buckets."""
+    versions = sorted({one.rlcore for one in ends})
+    if len(versions) > 1:
+        raise SyncError(f"the processes of this sync have rlcore {' and '.join(versions)}; install one version in all")

@@ -44,6 +44,11 @@ class RoundOptions:
         for name, value in {"staged": self.is_staged, "verify": self.is_verified}.items():
             if not FLAG.has(value):
                 raise InvalidInputError(f"{name} must be {FLAG.words}, got {value!r}")
+        if self.is_staged and self.is_verified:
+            raise InvalidInputError(
+                "staged=True and verify=True cannot be had in one round: verification has the engine's own loader "
+                "write into the weights that are served; verify a round without staged"
+            )
         if self.staging_bytes is not None:
             check_slot_bytes(self.staging_bytes)
         if type(self.version) is not int or self.version < 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import LateError, SyncPeers, TimedPeers
-from rlcore.engines.weight_sync.endpoint import EndpointInfo
+from rlcore.engines.weight_sync.endpoint import EndpointInfo, check_versions
 from rlcore.engines.weight_sync.messages import PlanSummary, decoded
 from rlcore.engines.weight_sync.options import Clock, RoundOptions
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
@@ -230,15 +230,16 @@ class _Round:
         for transport in self._session.transports.values():
             transport.close(self._clock.left)
         self._session.transports, self._session.scattered = {}, ""
-        senders, receivers, _ = key
+        senders, receivers = ([decoded(one, EndpointInfo, "endpoint info") for one in ends] for ends in key[:2])
+        check_versions([*senders, *receivers])
         manifest: bytes = self._all_senders("manifest")[0]
-        calls = [(self._session.name, manifest, list(senders), number) for number in range(len(self._receivers))]
+        calls = [(self._session.name, manifest, list(key[0]), number) for number in range(len(self._receivers))]
         summaries = self._receivers.call("prepare", calls, self._clock.left())
         self._session.agreement = Agreement(
             key,
             decoded(manifest, WeightManifest, "manifest"),
-            [decoded(one, EndpointInfo, "endpoint info") for one in senders],
-            [decoded(one, EndpointInfo, "endpoint info") for one in receivers],
+            senders,
+            receivers,
             [decoded(summary, PlanSummary, "summary") for summary in summaries],
         )
 

@@ -6,19 +6,21 @@ All are [t] vectors, t the tokens of one chunk. ``entropy`` is None if it is not
 caller passed (old log-probabilities, advantages, ...). ``value`` is the loss of each token before weighting, and
 ``stats`` holds vectors to report. They are reduced over all tokens by the ending of their name: ``_mean`` (weighted
 like the loss, or by the operator's ``stats_weight``), ``_sum``, ``_min``, ``_max``; ``sequence_stats`` of the operator
-has means over sequences. The entries of a masked token are 0, and what is computed from them is left out.
+has means over sequences. The operator sets the entries of a masked token to 0 and leaves out what is computed from
+them; no term lets them reach another token. A ratio of probabilities is the exponential of ``log_ratio_to_old``
+(``ratio.py``), which bounds it: every term is finite.
 
 The entries that the terms of this folder read, all natural logarithms and without gradient:
 
     name              log-probability, or else        read by
-    old_logprobs      under the policy that ratios    ppo_clip, gspo, gmpo, cispo, cpgd, sapo, dppo,
-                      are taken to and clips are      decoupled_ppo, tis, icepop, sequence_mask,
-                      around: the sampler's, or the   vespo, opsm, kl(kind="r*k3"); set by on_policy
-                      trainer's before its first
-                      step on this batch (AReaL and
-                      verl: the proximal policy)
-    rollout_logprobs  under the policy that sampled,  decoupled_ppo, tis, icepop, sequence_mask
-                      as the sampler reported it
+    old_logprobs      under the policy in the         ppo_clip, gspo, gmpo, cispo, cispo_absolute,
+                      denominator of the ratio: the   cpgd, sapo, dppo, decoupled_ppo, tis, icepop,
+                      sampler's, or the trainer's     sequence_mask, vespo, opsm, kl(kind="r*k3");
+                      before its first step on this   set by on_policy
+                      batch (AReaL and verl: the
+                      proximal policy)
+    rollout_logprobs  under the policy that sampled,  decoupled_ppo, tis, icepop, sequence_mask,
+                      as the sampler reported it      opsm(anchor="rollout_logprobs")
                       (the behaviour policy)
     ref_logprobs      under the reference policy      kl
     advantages        the advantage of the token      all but kl and entropy_bonus

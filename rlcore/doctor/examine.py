@@ -1,4 +1,4 @@
-"""All checks: those of the machine run here; those that could crash run meanwhile in a process (device_process.py)."""
+"""All checks. Those of the machine run here; those that could crash run in a child process (device_process.py)."""
 
 from __future__ import annotations
 

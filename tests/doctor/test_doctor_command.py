@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.plugins import BUILT_IN
 from tests.warm import LIMIT_S, without_settings
 
 SECRET = "hf_abcdefghijklmnop"
@@ -107,7 +108,7 @@ def test_a_sound_machine_whose_gpus_are_hidden_warns_and_exits_with_0(machine: M
     assert all(check["status"] in ("OK", "WARN") for check in checks.values())
     assert checks["default device"]["found"] == "cpu:0"
     assert checks["ipc cpu"]["found"].startswith("another process opened it in ")
-    assert checks["plugins"]["found"] == "cpu; cuda; npu; declared; kernels; engines; bench"
+    assert checks["plugins"]["found"] == "; ".join(BUILT_IN)
     assert report["status"] == "WARN"
     assert checks["visible cuda"] == {
         "check": "visible cuda",

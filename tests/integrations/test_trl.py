@@ -219,7 +219,10 @@ def test_training_is_trls_and_leaves_the_optimizer_on_the_device(make: Make, cls
     assert states and all(state["exp_avg"].untyped_storage().nbytes() > 0 for state in states)
 
 
-def test_the_states_of_the_optimizer_are_away_while_completions_are_sampled(make: Make) -> None:
+@pytest.mark.parametrize("offload_optimizer", [True, False])
+def test_the_states_of_the_optimizer_are_away_while_completions_are_sampled_unless_they_shall_stay(
+    make: Make, offload_optimizer: bool
+) -> None:
     trainer = make()
     sampled: list[list[int]] = []
     original = trainer._generate_and_score_completions
@@ -230,8 +233,8 @@ def test_the_states_of_the_optimizer_are_away_while_completions_are_sampled(make
         return original(*args)
 
     trainer._generate_and_score_completions = look
-    accelerate_trl(trainer).train()
-    assert sampled[0] == [] and all(sizes and not any(sizes) for sizes in sampled[1:])
+    accelerate_trl(trainer, offload_optimizer=offload_optimizer).train()
+    assert sampled[0] == [] and all(sizes and any(sizes) != offload_optimizer for sizes in sampled[1:])
 
 
 def test_a_checkpoint_of_the_subclass_is_read_by_trls_trainer(make: Make, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The race: steps of GRPO from end to end, by rlcore's engines with vLLM and by TRL's GRPOTrainer with vLLM.
 
-Both sides have one device, the same model folder, prompts, completions of the same number and length, optimizer and
-precision, and each the settings that its own documentation gives for speed. A side is a program of its own, so that it
-has the device to itself (``race_sides.py``).
+TRL runs twice: by itself, and after ``accelerate_trl``, rlcore's line of adoption. All sides have one device, the same
+model folder, prompts, completions of the same number and length, optimizer and precision, and each the settings that
+its own documentation gives for speed. A side is a program of its own, so that it has the device to itself
+(``race_sides.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlcore.errors import BenchError, MissingDependencyError
 from rlcore.process.python_command import python_command
 
 PHASES = ("generate", "sync", "old_logprob", "rest")
-"""The parts of a step that both sides tell. "rest": rewards, the update, and what moves between host and device."""
+"""The parts of a step that all sides tell. "rest": rewards, the update, and what moves between host and device."""
 _TIMEOUT_S = 560.0
 _SAID = 2000
 
@@ -122,14 +123,15 @@ def _prepare(shape: ModelShape, changes: Mapping[str, Any], device: Device) -> W
             seconds=lambda times: times.seconds,
             quantities=lambda times: _quantities(times, load.num_tokens),
         )
-        for name, side in (("rlcore", "rlcore_side"), ("trl", "trl_side"))
+        for name, side in (("rlcore", "rlcore_side"), ("trl", "trl_side"), ("trl+rlcore", "adopted_side"))
+        if shape is not QWEN_7B or side != "adopted_side"
     )
     params = {"model": shape.name, **shown, "devices": 1, "trl": trl.__version__, "vllm": vllm.__version__}
     return Work(contenders, params, num_runs=1, close=folder.close)
 
 
 def _case(name: str, shape: ModelShape, estimate_s: float, **changes: Any) -> Case:
-    told = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, both with vLLM"
+    told = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, all with vLLM"
     return Case(
         f"race/{name}",
         told,

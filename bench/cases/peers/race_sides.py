@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -22,7 +23,7 @@ from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns.group_advantage import group_advantage
 from rlcore.meta import meta_device
 from rlcore.nn import HuggingFaceTrainModule
-from rlcore.registry import get_device
+from rlcore.registry import get_device, resolve
 
 _LEARNING_RATE = 1e-6
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
@@ -189,6 +190,18 @@ def _learner(load: RaceLoad) -> HuggingFaceTrainModule:
 
 def trl_side(told: str, result: str) -> None:
     """Make the steps with TRL: colocated vLLM that sleeps, Liger's layers, bfloat16 autocast, fused AdamW."""
+    _run_trl(told, result, lambda trainer: trainer)
+
+
+def adopted_side(told: str, result: str) -> None:
+    """Make the steps with the same trainer of TRL after ``accelerate_trl``."""
+    # By its path, as in a registration: no module of bench/ imports what lies above it.
+    _run_trl(
+        told, result, functools.partial(resolve("rlcore.integrations.trl:accelerate_trl"), offload_optimizer=False)
+    )
+
+
+def _run_trl(told: str, result: str, adopt: Callable[[Any], Any]) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -245,6 +258,7 @@ def trl_side(told: str, result: str) -> None:
         processing_class=tokenizer,
         callbacks=[Timed()],
     )
+    adopt(trainer)
     _time(trainer.vllm_generation, "sync_weights", watch, "sync")
     _time(trainer.vllm_generation, "generate", watch, "generate")
     _time(trainer, "_get_per_token_logps_and_entropies", watch, "old_logprob", when=lambda: not torch.is_grad_enabled())

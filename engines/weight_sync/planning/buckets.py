@@ -2,7 +2,11 @@
 
 A trainer's rank (``Sender.take_plan``) and a receiver (``PlanExecution.buckets``) each cut by themselves, from the
 same pieces and slot size. What goes between them is the number of a bucket, and a header with its round, number, bytes
-and checksum, never which pieces lie in it: a cut must depend on nothing else.
+and checksum, never which pieces lie in it: a cut must depend on nothing else. Both ends have the same
+version of rlcore (``endpoint.check_versions``), so that a cut may change from one version to the next.
+
+Offsets, and the bytes of a bucket, are multiples of ``ALIGNMENT``: copies count on it. That buckets are as few as can
+be only saves time.
 """
 
 from __future__ import annotations

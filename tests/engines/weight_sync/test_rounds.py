@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlcore.engines.weight_sync import target
+from rlcore.engines.weight_sync import endpoint, target
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
 from rlcore.engines.weight_sync.messages import Offer, decoded
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
@@ -362,6 +363,18 @@ def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytes
     assert bool((module.weight == 3).all()), "the tensors are those of today"
 
 
+def test_ends_with_two_versions_of_rlcore_are_refused_and_serve_what_they_had(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(Sizes())
+    info = msgspec.structs.replace(endpoint.endpoint_info(get_device("cpu")), rlcore="0.1.7")
+    monkeypatch.setattr(world.receivers[0], "_info", info)
+    served = [parameter.data.fill_(3) for parameter in world.workers[0].model.parameters()]
+    with pytest.raises(SyncError, match=r"have rlcore 0\.1\.7 and 0\.2\.0; install one version in all"):
+        world.sync()
+    assert served and all(bool((tensor == 3).all()) for tensor in served)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -370,6 +383,7 @@ def test_a_module_is_described_once_for_all_parts_of_a_reload(monkeypatch: pytes
         ({"staging_bytes": 1000}, "a staging buffer must be a multiple of 512 bytes and at least 1024, got 1000"),
         ({"version": -1}, "version must be a whole number of at least 0, or None, got -1"),
         ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
+        ({"is_staged": True, "is_verified": True}, "staged=True and verify=True cannot be had in one round: verif"),
     ],
 )
 def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str) -> None:
