@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -25,27 +26,32 @@ HEAVY = {
 """What pip would download to read its requirements: gigabytes. docs/installation.md has what they resolve to."""
 
 
-def would_install(*requirements: str) -> subprocess.CompletedProcess[str]:
+def would_install(folder: Path, *requirements: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-build-isolation", "--report", "-"]
-    return subprocess.run(
-        [*command, "-c", "constraints.txt", *requirements], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command += ["-c", str(ROOT / "constraints.txt"), *requirements]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
-def _an_index() -> None:
-    found = would_install("--ignore-installed", "--no-deps", "pluggy")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what pip reads of this one, into which it writes; skip where pip has no index."""
+    folder = tmp_path_factory.mktemp("clone")
+    found = would_install(folder, "--ignore-installed", "--no-deps", "pluggy")
     if found.returncode != 0:
         pytest.skip(f"pip reaches no index: {found.stderr.strip().splitlines()[-1]}")
+    (folder / "src").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "src" / "rlcore").symlink_to(ROOT / "rlcore")
+    return folder
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_an_index")
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
-def test_an_extra_resolves(extra: str) -> None:
+def test_an_extra_resolves(clone: Path, extra: str) -> None:
     if extra in HEAVY:
         pytest.skip(f"pip would download {HEAVY[extra]} to read what it requires")
-    found = would_install(f".[{extra}]")
+    found = would_install(clone, f".[{extra}]")
     assert found.returncode == 0, found.stderr
     (chosen,) = (each for each in installed(found) if each["name"] == "rlcore")
     assert extra in chosen["provides_extra"]
@@ -56,10 +62,9 @@ def installed(found: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_an_index")
-def test_a_range_that_nothing_is_in_does_not_resolve() -> None:
+def test_a_range_that_nothing_is_in_does_not_resolve(clone: Path) -> None:
     """Otherwise the test above could not fail."""
-    found = would_install(".[bench]", "jinja2>=99")
+    found = would_install(clone, ".[bench]", "jinja2>=99")
     assert found.returncode != 0 and "jinja2" in found.stderr.lower()
 
 
