@@ -130,7 +130,7 @@ def rlcore_side(told: str, result: str) -> None:
         compute_dtype="float32" if is_host else "bfloat16",
         activation_checkpointing="selective" if load.recomputes else False,
         compile=not is_host,
-        onload=False,
+        onload=not load.offloads,
     )
     infer.build(
         colocate_with=train,
@@ -150,18 +150,21 @@ def rlcore_side(told: str, result: str) -> None:
         rewards = torch.tensor([[_reward(text) for text in answers] for answers in texts])
         batch = collate(outputs, advantages=group_advantage(rewards))
         infer.meta()
-        train.onload()
+        if load.offloads:
+            train.onload()
         most = load.sequences_at_once * _max_length(load)
         with watch.phase("old_logprob"):
             old = train.forward_logprobs(batch, max_tokens_per_micro_batch=most)
         parity = _difference(old, batch["old_logprobs"], batch["loss_mask"])
         loss = ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH)
         train.train_batch({**batch, "old_logprobs": old}, loss, max_tokens_per_micro_batch=most)
-        train.offload("optimizer", "grads")
+        if load.offloads:
+            train.offload("optimizer", "grads")
         infer.onload("weights")
         with watch.phase("sync"):
             train.sync_weights(infer)
-        train.offload()
+        if load.offloads:
+            train.offload()
         infer.onload("kv_cache")
         watch.end()
     watch.write(Path(result), parity)
@@ -196,9 +199,8 @@ def trl_side(told: str, result: str) -> None:
 def adopted_side(told: str, result: str) -> None:
     """Make the steps with the same trainer of TRL after ``accelerate_trl``."""
     # By its path, as in a registration: no module of bench/ imports what lies above it.
-    _run_trl(
-        told, result, functools.partial(resolve("rlcore.integrations.trl:accelerate_trl"), offload_optimizer=False)
-    )
+    accelerate_trl = resolve("rlcore.integrations.trl:accelerate_trl")
+    _run_trl(told, result, functools.partial(accelerate_trl, offload_optimizer=RaceLoad(**json.loads(told)).offloads))
 
 
 def _run_trl(told: str, result: str, adopt: Callable[[Any], Any]) -> None:
