@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
     "optional-dependencies"
@@ -46,7 +46,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
 def test_an_extra_resolves(clone: Path, extra: str) -> None:
     if extra in HEAVY:
@@ -61,16 +60,7 @@ def installed(found: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return [each["metadata"] for each in json.loads(found.stdout)["install"]]
 
 
-@pytest.mark.slow
 def test_a_range_that_nothing_is_in_does_not_resolve(clone: Path) -> None:
     """Otherwise the test above could not fail."""
     found = would_install(clone, ".[bench]", "jinja2>=99")
     assert found.returncode != 0 and "jinja2" in found.stderr.lower()
-
-
-def test_the_page_has_every_extra() -> None:
-    page = (ROOT / "docs" / "installation.md").read_text("utf-8")
-    tables = page.split("## What they resolve to")
-    assert len(tables) == 2
-    for part in tables:
-        assert {*EXTRAS} <= {*re.findall(r"^\| `([a-z-]+)`", part, re.MULTILINE)}
