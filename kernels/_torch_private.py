@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -12,3 +14,11 @@ def assert_on_device(ok: Tensor, message: str) -> None:
     There is no public function for it. Since torch 2.10.
     """
     torch._assert_async(ok, message)
+
+
+def is_compiler_loaded() -> bool:
+    """Return True in compiled code, and wherever torch's compiler may look at what runs; asking does not load it.
+
+    Loading it takes longer than loading torch. No public function says whether it is there. Since torch 2.10.
+    """
+    return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules

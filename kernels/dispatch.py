@@ -34,7 +34,7 @@ class Query(NamedTuple):
     """0 for operators that start from logits."""
     vocab_size: int
     options: frozenset[str] = frozenset()
-    """Optional features in use, such as "entropy", "bias", "keep_mask", "memory_budget" or "group"."""
+    """Optional features in use, such as "entropy", "bias", "keep_mask", "memory_budget", "group" or "row_stats"."""
 
 
 class Refusal(NamedTuple):

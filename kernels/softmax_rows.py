@@ -7,7 +7,8 @@
 z are the logits and y is the target. s is the inverse temperature: the model's logit scale / temperature. g_* are the
 gradients of the outputs. The maximum is subtracted before the division by the temperature: the difference of two close
 floats is exact, so a large common offset costs no accuracy. exp(c) ln exp(c) is 0 where c = -inf (``xlogy``), so
-columns may be masked with -inf. Functions whose names end in ``_`` overwrite their first argument.
+columns may be masked with -inf. ``row_stats`` has more numbers of a row. Functions whose names end in ``_`` overwrite
+their first argument.
 
 Letters: T rows, V vocabulary.
 """
@@ -15,21 +16,42 @@ Letters: T rows, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from rlcore.kernels.row_stats import row_stats_dtype
 
-class Logprobs(NamedTuple):
-    """The result of ``token_logprob`` and ``linear_logprob``."""
+NO_ROW_STATS: Mapping[str, Tensor] = MappingProxyType({})
 
+
+class _LogprobAndEntropy(NamedTuple):
     logprob: Tensor
     """Shape of the targets, float32 (float64 for float64 inputs), nats, <= 0; 0 in ignored rows."""
     entropy: Tensor | None
     """The entropy of the whole distribution: same shape and dtype, nats, >= 0. None unless asked for."""
+
+
+class Logprobs(_LogprobAndEntropy):
+    """The result of ``token_logprob`` and ``linear_logprob``: a tuple of ``logprob`` and ``entropy``.
+
+    Both have the shape of the targets and are in nats, float32 (float64 for float64 inputs), 0 in ignored rows. The
+    log-probability is <= 0. The entropy is that of the whole distribution, >= 0, and None unless asked for.
+    """
+
+    row_stats: Mapping[str, Tensor] = NO_ROW_STATS
+    """The numbers of ``row_stats=`` by name, shaped like the targets, without gradient; 0, or False, in ignored rows.
+    They are no part of the tuple."""
+
+    def with_row_stats(self, row_stats: Mapping[str, Tensor]) -> Logprobs:
+        """Return the same tuple with these numbers."""
+        found = Logprobs(*self)
+        found.row_stats = row_stats
+        return found
 
 
 class RowStatistics(NamedTuple):
@@ -41,6 +63,8 @@ class RowStatistics(NamedTuple):
     """max_v z_v"""
     total: Tensor
     """a"""
+    row_stats: Mapping[str, Tensor] = NO_ROW_STATS
+    """Numbers to report; the gradient does not need them."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -106,8 +130,11 @@ NO_ROWS = ScaledRows(torch.empty(0, device="cpu"), 0, 1.0)
 """It stands for rows where only an operator's options are asked for."""
 
 
-def statistics_(logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool) -> RowStatistics:
+def statistics_(
+    logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool, row_stats: Sequence[str] = ()
+) -> RowStatistics:
     """Return the statistics of rows of wide logits, and overwrite the logits with exp(c)."""
+    found = _row_stats_of_logits(logits_TV, rows, row_stats)
     peak_T = logits_TV.amax(1)
     centred_TV = logits_TV.sub_(peak_T[:, None]).mul_(column(rows.inverse_temperature))
     chosen_T = centred_TV.gather(1, rows.target[:, None]).squeeze(1)
@@ -117,7 +144,43 @@ def statistics_(logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool) -> R
     entropy_T = None
     if with_entropy:
         entropy_T = log_total_T - torch.xlogy(exp_TV, exp_TV).sum(1) / total_T
-    return RowStatistics(chosen_T - log_total_T, entropy_T, peak_T, total_T)
+    if "sum_squares" in row_stats:
+        found["sum_squares"] = exp_TV.square().sum(1) / total_T.square()
+    return RowStatistics(chosen_T - log_total_T, entropy_T, peak_T, total_T, found)
+
+
+def row_stats_(
+    logits_TV: Tensor, rows: ScaledRows, names: Sequence[str], peak_T: Tensor, total_T: Tensor
+) -> dict[str, Tensor]:
+    """Return the ``row_stats`` of wide logits whose peak and total are known, and overwrite the logits."""
+    found = _row_stats_of_logits(logits_TV, rows, names)
+    if "sum_squares" in names:
+        exp_TV = exponentials_(logits_TV, peak_T, rows.inverse_temperature)
+        found["sum_squares"] = exp_TV.square_().sum(1) / total_T.square()
+    return found
+
+
+def _row_stats_of_logits(logits_TV: Tensor, rows: ScaledRows, names: Sequence[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "mean_logit" in names:
+        found["mean_logit"] = logits_TV.mean(1) * rows.inverse_temperature
+    if "is_top1" in names:
+        found["is_top1"] = logits_TV.argmax(1) == rows.target
+    return found
+
+
+class RowStatsBuffer:
+    """The ``row_stats`` of all rows, written a chunk at a time."""
+
+    def __init__(self, names: Sequence[str], like: Tensor) -> None:
+        self._values = {name: torch.empty_like(like, dtype=row_stats_dtype(name, like.dtype)) for name in names}
+
+    def write(self, index: slice | tuple[int | slice, ...], found: Mapping[str, Tensor]) -> None:
+        for name, values in self._values.items():
+            values[index] = found[name]
+
+    def result(self, rows: ScaledRows) -> dict[str, Tensor]:
+        return {name: values.masked_fill_(rows.ignored, 0) for name, values in self._values.items()}
 
 
 def exponentials_(logits_TV: Tensor, peak_T: Tensor, inverse_temperature: float | Tensor) -> Tensor:

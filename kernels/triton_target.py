@@ -15,6 +15,10 @@ from rlcore.registry import specs_of
 
 _TILED_ARCH = 90
 _SPLIT = "it needs the whole vocabulary on one rank; gather it and leave out group="
+_TILED_LACKS = {
+    "softcap": "it has no softcap",
+    "row_stats": "its logits stay in the tiles of the product, and it computes no row_stats of them",
+}
 
 
 def rows_refusal(query: Query) -> str | None:
@@ -56,8 +60,9 @@ def tiled_refusal(query: Query) -> str | None:
         return f"it multiplies bfloat16 alone, and the inputs are {str(query.dtype).removeprefix('torch.')}"
     if query.hidden_size % 8:
         return f"its copy engine needs rows of a multiple of 16 bytes, and H = {query.hidden_size} is no multiple of 8"
-    if "softcap" in query.options:
-        return "it has no softcap"
+    for option, lacking in _TILED_LACKS.items():
+        if option in query.options:
+            return lacking
     if reason := rows_refusal(query):
         return reason
     if _interprets():

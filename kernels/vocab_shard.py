@@ -6,6 +6,8 @@ inverse temperature and y the target. From its part r of the logits z a rank com
 
     m_r = max z      a_r = sum exp(c)      z_y, or -inf if the target is elsewhere      d_r = sum exp(c) c
 
+and for ``row_stats`` sum exp(c)^2, sum z, and 1 if the target is here and the first of this rank's largest logits.
+
 All ranks gather these and merge them in the same order, so that all get the same numbers:
 
     m = max_r m_r      f_r = s (m_r - m)      a = sum_r exp(f_r) a_r      d = sum_r exp(f_r) (d_r + f_r a_r)
@@ -17,6 +19,7 @@ Letters: T rows, V vocabulary of this rank, G ranks, S statistics.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,13 +108,15 @@ class VocabularyShard:
             )
         return even_rows(num_rows, int(fitting))
 
-    def merged(self, parts_TS: Tensor, rows: ScaledRows) -> RowStatistics:
+    def merged(self, parts_TS: Tensor, rows: ScaledRows, *, row_stats: Sequence[str] = ()) -> RowStatistics:
         """Return the statistics of whole rows from this rank's ``partial_statistics_``.
 
         ``total`` and ``peak`` are those that belong to this rank's exponentials.
         """
         parts_GTS = _gathered(parts_TS, self.group)
-        peak_GT, total_GT, chosen_GT, *moment_GT = parts_GTS.unbind(2)
+        peak_GT, total_GT, chosen_GT, *others_GT = parts_GTS.unbind(2)
+        count = len(others_GT) - len(row_stats)
+        moment_GT, numbers_GT = others_GT[:count], others_GT[count:]
         peak_T = peak_GT.amax(0)
         shift_GT = (peak_GT - peak_T) * rows.inverse_temperature
         scale_GT = shift_GT.exp()
@@ -124,7 +129,13 @@ class VocabularyShard:
             shifted_GT = (moment_GT[0] + shift_GT * total_GT).masked_fill(total_GT == 0, 0.0)
             entropy_T = log_total_T - (scale_GT * shifted_GT).sum(0) / total_T
         here = self.group.rank()
-        return RowStatistics(logprob_T, entropy_T, _reference(peak_GT[here]), total_T / scale_GT[here])
+        of_whole_rows = {
+            "sum_squares": lambda x_GT: (scale_GT.square() * x_GT).sum(0) / total_T.square(),
+            "mean_logit": lambda x_GT: x_GT.sum(0) / self.vocab_size * rows.inverse_temperature,
+            "is_top1": lambda x_GT: x_GT.gather(0, peak_GT.argmax(0)[None]).squeeze(0) > 0,
+        }
+        numbers = {name: of_whole_rows[name](x_GT) for name, x_GT in zip(row_stats, numbers_GT, strict=True)}
+        return RowStatistics(logprob_T, entropy_T, _reference(peak_GT[here]), total_T / scale_GT[here], numbers)
 
     def all_rows(self, hidden_TH: Tensor) -> Tensor:
         """Return the hidden states of all ranks, where each has a part of them.
@@ -173,20 +184,37 @@ class _AllRows(torch.autograd.Function):
         return g_TH[ctx.own_rows].clone(), None  # a view would keep the memory of the other ranks' rows
 
 
-def partial_statistics_(logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool) -> Tensor:
-    """Return [T, S]: m, a, z_y and, with entropy, d of this rank's logits. Overwrite the logits with exp(c)."""
+def num_statistics(*, with_entropy: bool, row_stats: Sequence[str] = ()) -> int:
+    """Return S."""
+    return 3 + with_entropy + len(row_stats)
+
+
+def partial_statistics_(
+    logits_TV: Tensor, rows: ScaledRows, *, with_entropy: bool, row_stats: Sequence[str] = ()
+) -> Tensor:
+    """Return [T, S]: m, a, z_y, with entropy d, and ``row_stats`` of this rank's logits; overwrite them with exp(c)."""
     if not logits_TV.shape[1]:
-        nothing = (-math.inf, 0.0, -math.inf, 0.0)[: 3 + with_entropy]
+        others = num_statistics(with_entropy=with_entropy, row_stats=row_stats) - 3
+        nothing = (-math.inf, 0.0, -math.inf, *[0.0] * others)
         return torch.stack([logits_TV.new_full((len(logits_TV),), value) for value in nothing], 1)
     peak_T = logits_TV.amax(1)
     chosen_T = logits_TV.gather(1, rows.target[:, None]).squeeze(1)
     if rows.is_elsewhere is not None:
         chosen_T = chosen_T.masked_fill(rows.is_elsewhere, -math.inf)
+    numbers: dict[str, Tensor] = {}
+    if "mean_logit" in row_stats:
+        numbers["mean_logit"] = logits_TV.sum(1)
+    if "is_top1" in row_stats:
+        is_first_T = logits_TV.argmax(1) == rows.target
+        is_first_T = is_first_T if rows.is_elsewhere is None else is_first_T & ~rows.is_elsewhere
+        numbers["is_top1"] = is_first_T.to(logits_TV.dtype)
     exp_TV = exponentials_(logits_TV, _reference(peak_T), rows.inverse_temperature)
     parts = [peak_T, exp_TV.sum(1), chosen_T]
     if with_entropy:
         parts.append(torch.xlogy(exp_TV, exp_TV).sum(1))
-    return torch.stack(parts, 1)
+    if "sum_squares" in row_stats:
+        numbers["sum_squares"] = exp_TV.square().sum(1)
+    return torch.stack([*parts, *(numbers[name] for name in row_stats)], 1)
 
 
 def _reference(peak_T: Tensor) -> Tensor:

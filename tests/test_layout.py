@@ -87,7 +87,7 @@ ROOMS = {
         ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
     ),
     "kernels": (
-        ("_torch_private", "dispatch", "operands", "softmax_rows", "chunks", "cu_seqlens", "packing",
+        ("_torch_private", "dispatch", "operands", "row_stats", "softmax_rows", "chunks", "cu_seqlens", "packing",
             "triton_programs", "vocab_shard"),
         ("autograd", "losses", "returns", "strided_copy", "triton_target"),
         ("token",),

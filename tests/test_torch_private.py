@@ -382,6 +382,15 @@ def a_false_value_stops() -> None:
         of_kernels.assert_on_device(torch.tensor(False), "why")
 
 
+@contract("is_compiler_loaded")
+def the_compiler_has_a_module_of_its_own() -> None:
+    import torch._dynamo
+
+    assert of_kernels.is_compiler_loaded()
+    compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) == 1
+
+
 # ------------------------------------------------------------------------------------------------------- the tests
 
 

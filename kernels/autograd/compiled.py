@@ -7,15 +7,18 @@ not used: compiled code decides by itself which tensors it keeps and when it fre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rlcore.errors import UnsupportedError
+from rlcore.kernels._torch_private import is_compiler_loaded
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, GradOutput, LogprobOutput
 from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.row_stats import row_stats_dtype, row_stats_in_order
 from rlcore.kernels.softmax_rows import Logprobs, wide_dtype
 
 
@@ -27,13 +30,33 @@ def split_temperature(temperature: float | Tensor) -> tuple[float, Tensor | None
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+GRAPH_BREAKS: dict[str, Callable[..., Any]] = {}
+"""The functions that were decorated before torch's compiler was loaded, by reason: see ``uncompiled``."""
+
+
 def graph_break(reason: str) -> Callable[[_Function], _Function]:
-    """Decorate a function that is not compiled. It runs between two graphs; ``fullgraph=True`` raises ``reason``."""
+    """Decorate a function that is not compiled. It runs between two graphs; ``fullgraph=True`` raises ``reason``.
 
-    def disable(function: _Function) -> _Function:
-        return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+    Without compiled code in the process it is called as it is: ``torch.compiler.disable`` would load the compiler.
+    """
 
-    return disable
+    def decorate(function: _Function) -> _Function:
+        if is_compiler_loaded():
+            return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+        GRAPH_BREAKS[reason] = function
+
+        @functools.wraps(function)
+        def between_graphs(*args: Any, **options: Any) -> Any:
+            if not is_compiler_loaded():
+                return function(*args, **options)
+            # An import runs as it is while this is traced; a call that makes the function would be traced, too.
+            from rlcore.kernels.autograd.uncompiled import UNCOMPILED
+
+            return UNCOMPILED[reason](*args, **options)
+
+        return cast("_Function", between_graphs)
+
+    return decorate
 
 
 class OperatorCall(Protocol):
@@ -44,6 +67,9 @@ class OperatorCall(Protocol):
 
     @property
     def with_entropy(self) -> bool: ...
+
+    @property
+    def row_stats(self) -> Sequence[str]: ...
 
     @property
     def implementation(self) -> str | None: ...
@@ -81,7 +107,11 @@ class CompiledOperator:
 
     def __call__(self, call: OperatorCall) -> Logprobs:
         logprob, *others = self._op(*call)  # type: ignore[misc]
-        return Logprobs(logprob, others[0] if call.with_entropy else None)
+        found = Logprobs(logprob, others[0] if call.with_entropy else None)
+        if not call.row_stats:
+            return found
+        numbers = [x.detach() for x in others[-len(call.row_stats) :]]
+        return found.with_row_stats(dict(zip(call.row_stats, numbers, strict=True)))
 
     def _implementation(self, call: OperatorCall) -> ForwardBackward:
         choice = choose(self._name, call.query(), call.implementation)
@@ -91,19 +121,21 @@ class CompiledOperator:
         return choice.fn
 
     def _run(self, *arguments: Any) -> list[Tensor]:
-        """Return the log-probability, the entropy if asked for, and the residuals."""
+        """Return the log-probability, the entropy if asked for, the residuals, and the row_stats asked for."""
         call = self._call(*arguments)
         tensors, problem = call.prepared()
         with torch.autocast(call.targets.device.type, enabled=False):
             output = self._implementation(call).forward(*tensors, problem, for_backward=False)
-        found = (output.logprob, output.entropy, *output.residuals)
+        numbers = row_stats_in_order(output.row_stats, call.row_stats)
+        found = (output.logprob, output.entropy, *output.residuals, *numbers)
         return [values.reshape(call.targets.shape) for values in found if values is not None]
 
     def _fake(self, *arguments: Any) -> list[Tensor]:
         call = self._call(*arguments)
         count = 1 + call.with_entropy + self._implementation(call).num_residuals
-        dtype = wide_dtype(arguments[0].dtype)
-        return [torch.empty(call.targets.shape, dtype=dtype, device=call.targets.device) for _ in range(count)]
+        wide = wide_dtype(arguments[0].dtype)
+        dtypes = [wide] * count + [row_stats_dtype(name, wide) for name in call.row_stats]
+        return [torch.empty(call.targets.shape, dtype=dtype, device=call.targets.device) for dtype in dtypes]
 
     def _run_backward(self, *arguments: Any) -> list[Tensor]:
         """Return the gradients that are needed."""
@@ -113,13 +145,14 @@ class CompiledOperator:
         shape = problem.rows.labels.shape
         logprob, *others = (values.reshape(shape) for values in saved)
         entropy = others.pop(0) if call.with_entropy else None
+        residuals = others[: len(others) - len(call.row_stats)]
         grad_output = (None if g is None else g.reshape(shape) for g in (g_logprob, g_entropy))
         with torch.autocast(call.targets.device.type, enabled=False):
             gradients = self._implementation(call).backward(
                 *tensors,
                 problem,
                 needs=needs,
-                output=LogprobOutput(logprob, entropy, tuple(others)),
+                output=LogprobOutput(logprob, entropy, tuple(residuals)),
                 grad_output=GradOutput(*grad_output),
             )
         pairs = zip(gradients, forward, strict=False)

@@ -8,7 +8,7 @@ opaque operators (``compiled``), eager code as one autograd function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from rlcore.errors import UnsupportedError
-from rlcore.kernels.softmax_rows import Logprobs
+from rlcore.kernels.row_stats import row_stats_in_order
+from rlcore.kernels.softmax_rows import NO_ROW_STATS, Logprobs
 
 
 class LogprobOutput(NamedTuple):
@@ -29,6 +30,8 @@ class LogprobOutput(NamedTuple):
     """More numbers of each row for the backward: tensors like ``logprob``, as many as ``num_residuals``."""
     workspace: tuple[Tensor, ...] = ()
     """Tensors that save work and that the first backward may overwrite; a second backward runs without them."""
+    row_stats: Mapping[str, Tensor] = NO_ROW_STATS
+    """The numbers that ``problem.row_stats`` names, shaped like ``logprob``; 0, or False, in ignored rows."""
 
 
 class GradOutput(NamedTuple):
@@ -60,8 +63,9 @@ class ForwardBackward:
         for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if not for_backward:
             output = self.forward(*tensors, problem, for_backward=False)
-            return Logprobs(output.logprob, output.entropy)
-        return Logprobs(*_LogprobFunction.apply(self, problem, *tensors))  # type: ignore[no-untyped-call]
+            return Logprobs(output.logprob, output.entropy).with_row_stats(output.row_stats)
+        logprob, entropy, *numbers = _LogprobFunction.apply(self, problem, *tensors)  # type: ignore[no-untyped-call]
+        return Logprobs(logprob, entropy).with_row_stats(dict(zip(problem.row_stats, numbers, strict=True)))
 
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -91,18 +95,20 @@ class _LogprobFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, implementation: ForwardBackward, problem: Any, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         output = implementation.forward(*tensors, problem, for_backward=True)
         ctx.implementation, ctx.problem, ctx.num_tensors = implementation, problem, len(tensors)
         ctx.is_workspace_used = False
         ctx.set_materialize_grads(False)
         # The workspace too: an activation checkpoint frees only what is saved here.
         ctx.save_for_backward(*tensors, output.logprob, output.entropy, *output.residuals, *output.workspace)
-        return output.logprob, output.entropy
+        numbers = row_stats_in_order(output.row_stats, problem.row_stats)
+        ctx.mark_non_differentiable(*numbers)
+        return output.logprob, output.entropy, *numbers
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_logprob: Tensor | None, g_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: an activation checkpoint computes them again on the first access
         tensors, (logprob, entropy, *rest) = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
         count = ctx.implementation.num_residuals

@@ -66,9 +66,7 @@ class LinearHead:
         logits_TV = self.product(hidden_TH.to(self.operand), self.weight_VH.T)
         if self.bias_V is not None:
             logits_TV.add_(self.bias_V)
-        if self.softcap is not None:
-            logits_TV.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits_TV
+        return capped_(logits_TV, self.softcap)
 
     def softcap_derivative(self, logits_TV: Tensor) -> Tensor | None:
         """Return dz / du, or None without a softcap; call it before the logits are overwritten."""
@@ -99,6 +97,11 @@ class LinearHead:
     def _in_own_dtype(self) -> AbstractContextManager[Any]:
         """Keep autocast from rounding these products: a backward may run inside an autocast region."""
         return unlowered(self.weight_VH.device.type)
+
+
+def capped_(logits_TV: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap tanh(u / softcap), in place; u itself for no softcap."""
+    return logits_TV if softcap is None else logits_TV.div_(softcap).tanh_().mul_(softcap)
 
 
 class HeadGradients:

@@ -27,10 +27,12 @@ from rlcore.kernels.dispatch import Query, choose
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
 from rlcore.kernels.linear.problem import FlatRows, HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
 from rlcore.kernels.operands import unlowered
+from rlcore.kernels.row_stats import checked_row_stats
 from rlcore.kernels.softmax_rows import (
     NO_ROWS,
     Logprobs,
     RowStatistics,
+    RowStatsBuffer,
     exponentials_,
     gradient_,
     statistics_,
@@ -56,6 +58,7 @@ def linear_logprob(
     ignore_index: int = -100,
     group: ProcessGroup | None = None,
     memory_budget_bytes: int | None = None,
+    row_stats: Sequence[str] = (),
     implementation: str | None = None,
 ) -> Logprobs:
     """Return the log-probability of ``targets[t]`` given ``hidden[t]``, and the entropy, without ``[T, V]`` logits.
@@ -77,6 +80,9 @@ def linear_logprob(
         group: a process group over which the vocabulary is split.
         memory_budget_bytes: limit for temporaries of the logits and of their statistics, and for what of these is saved
             so that the backward need not compute it again; None is ``chunks.DEFAULT_BUDGET_BYTES``.
+        row_stats: names of more numbers of each row, found in ``row_stats`` of the result: "sum_squares" (of the
+            probabilities), "mean_logit" (of the logits after softcap, scale and temperature, over V) and "is_top1"
+            (bool: no logit is above the target's, and none before it equals that). They have no gradient.
         implementation: run this one or raise; None chooses.
 
     Returns:
@@ -102,9 +108,10 @@ def linear_logprob(
                 ignore_index,
                 memory_budget_bytes,
                 implementation,
+                ",".join(checked_row_stats(row_stats)),
             )
         )
-        return shaped_like(targets, found)
+        return shaped_like(targets, found, row_stats)
     return _run(
         inputs,
         rows.targets,
@@ -117,6 +124,7 @@ def linear_logprob(
         ignore_index=ignore_index,
         group=group,
         memory_budget_bytes=memory_budget_bytes,
+        row_stats=row_stats,
     )
 
 
@@ -127,7 +135,7 @@ def _run(inputs: HeadInputs, target_T: Tensor, targets: Tensor, implementation: 
     inputs = problem.whole(inputs)
     run = choose("linear_logprob", problem.query(inputs), implementation).fn
     with unlowered(inputs.hidden.device.type):
-        return shaped_like(targets, run(*inputs, problem))
+        return shaped_like(targets, run(*inputs, problem), problem.row_stats)
 
 
 def linear_logprob_reference(
@@ -140,7 +148,9 @@ def linear_logprob_reference(
         logits_TV = logits_TV + bias_V.to(wide)
     if problem.softcap is not None:
         logits_TV = problem.softcap * torch.tanh(logits_TV / problem.softcap)
-    return token_logprob_reference(logits_TV, LogitsProblem(problem.rows, with_entropy=problem.with_entropy))
+    return token_logprob_reference(
+        logits_TV, LogitsProblem(problem.rows, with_entropy=problem.with_entropy, row_stats=problem.row_stats)
+    )
 
 
 def _forward(
@@ -149,17 +159,23 @@ def _forward(
     """Save four numbers a row; the backward computes the logits again."""
     head = LinearHead(weight_VH, bias_V, problem.softcap)
     logprob_T, entropy_T, peak_T, total_T = (hidden_TH.new_empty(len(hidden_TH), dtype=head.wide) for _ in range(4))
+    numbers = RowStatsBuffer(problem.row_stats, logprob_T)
     for chunk in row_chunks(len(hidden_TH), problem.chunk_rows(hidden_TH, weight_VH)):
         rows = problem.rows.at(chunk)
-        found = statistics_(
-            head.logits(rows.zero_ignored_rows(hidden_TH[chunk])), rows, with_entropy=problem.with_entropy
-        )
+        logits_TV = head.logits(rows.zero_ignored_rows(hidden_TH[chunk]))
+        found = statistics_(logits_TV, rows, with_entropy=problem.with_entropy, row_stats=problem.row_stats)
+        numbers.write(chunk, found.row_stats)
         logprob_T[chunk], peak_T[chunk], total_T[chunk] = found.logprob, found.peak, found.total
         if found.entropy is not None:
             entropy_T[chunk] = found.entropy
     logprob_T.masked_fill_(problem.rows.ignored, 0.0)
     entropy_T.masked_fill_(problem.rows.ignored, 0.0)
-    return LogprobOutput(logprob_T, entropy_T if problem.with_entropy else None, (peak_T, total_T))
+    return LogprobOutput(
+        logprob_T,
+        entropy_T if problem.with_entropy else None,
+        (peak_T, total_T),
+        row_stats=numbers.result(problem.rows),
+    )
 
 
 def recomputing_backward(
@@ -209,9 +225,17 @@ class LinearLogprobCall(NamedTuple):
     ignore_index: int
     memory_budget_bytes: int | None
     implementation: str | None
+    row_names: str = ""
+    """The names of ``row_stats`` with commas between them: autograd would want a gradient for each entry of a list."""
+
+    @property
+    def row_stats(self) -> tuple[str, ...]:
+        return tuple(name for name in self.row_names.split(",") if name)
 
     def query(self) -> Query:
-        problem = LinearHeadProblem(NO_ROWS, self.softcap, self.with_entropy, self.memory_budget_bytes)
+        problem = LinearHeadProblem(
+            NO_ROWS, self.softcap, self.with_entropy, self.memory_budget_bytes, row_stats=self.row_stats
+        )
         return problem.query(HeadInputs(self.hidden, self.weight, self.bias))
 
     def prepared(self) -> tuple[Sequence[Tensor | None], LinearHeadProblem]:
@@ -226,6 +250,7 @@ class LinearLogprobCall(NamedTuple):
             ignore_index=self.ignore_index,
             group=None,
             memory_budget_bytes=self.memory_budget_bytes,
+            row_stats=self.row_stats,
         )
         return inputs, problem
 
@@ -235,6 +260,6 @@ linear_logprob_compiled = CompiledOperator(
     LinearLogprobCall,
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, float temperature, Tensor? temperatures, "
     "float? softcap, float logit_scale, bool with_entropy, int ignore_index, int? memory_budget_bytes, "
-    "str? implementation",
+    "str? implementation, str row_names",
     num_tensors=3,
 )

@@ -15,12 +15,12 @@ the other implementations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlcore.arguments import WHOLE, optional, takes
+from rlcore.arguments import LIST, WHOLE, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.autograd.compiled import graph_break
 from rlcore.kernels.autograd.forward_backward import ForwardBackward
@@ -35,7 +35,7 @@ from rlcore.kernels.linear.loss_in_chunks import (
     sequence_entries,
 )
 from rlcore.kernels.linear.problem import FlatRows, HeadInputs, LinearHeadProblem, head_inputs, linear_head_problem
-from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, flat_tokens, loss_of_tokens
+from rlcore.kernels.losses.evaluate import SequenceStatistics, TokenInputs, check_tokens, flat_tokens, loss_of_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, checked_edges, sequence_level
 from rlcore.kernels.losses.mixing import refusing_mixtures
 from rlcore.kernels.operands import TENSOR, TENSORS, check_no_nan, unlowered
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 @graph_break("linear_loss runs loss_fn eagerly, chunk by chunk; compile loss_fn instead: torch.compile(loss_fn)")
 @takes(
     "linear_loss", targets=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, stats_weight=optional(TENSOR),
-    cu_seqlens=optional(TENSOR), bias=optional(TENSOR), ignore_index=WHOLE,
+    sequence_stats=LIST, cu_seqlens=optional(TENSOR), bias=optional(TENSOR), ignore_index=WHOLE,
 )  # fmt: skip
 def linear_loss(
     hidden: Tensor,
@@ -61,6 +61,7 @@ def linear_loss(
     per_token: Mapping[str, Tensor],
     token_weight: Tensor,
     stats_weight: Tensor | None = None,
+    sequence_stats: Sequence[str] = (),
     cu_seqlens: Tensor | None = None,
     with_entropy: bool = True,
     bias: Tensor | None = None,
@@ -93,8 +94,11 @@ def linear_loss(
         token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
         stats_weight: [T], numbers >= 0 or bool, by which ``_mean`` statistics are averaged over the tokens that count;
             None is ``token_weight``. The mask of tokens gives plain means over tokens, as peers report them.
-        cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses. Reading it waits for its
-            device: a CPU tensor costs nothing.
+        sequence_stats: names of ``_mean`` statistics, such as "clip_low_mean", of which the plain mean over each
+            sequence's tokens that count is taken, too; reported are its mean, minimum and maximum over the sequences:
+            ``clip_low_sequence_mean``, ``clip_low_sequence_min``, ``clip_low_sequence_max``. It needs ``cu_seqlens``.
+        cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses and ``sequence_stats``. Reading it
+            waits for its device: a CPU tensor costs nothing.
         with_entropy: compute the entropy; False passes None to ``loss_fn``.
         bias: [V], any float dtype.
         temperature: the sampler's; > 0, a float or [T].
@@ -140,7 +144,11 @@ def linear_loss(
     loss = LossProblem(
         refusing_mixtures(loss_fn) if is_debugging() else loss_fn,
         TokenInputs.of(
-            per_token, token_weight.to(wide_dtype(inputs.weight.dtype)), ~problem.rows.ignored, stats_weight
+            per_token,
+            token_weight.to(wide_dtype(inputs.weight.dtype)),
+            ~problem.rows.ignored,
+            stats_weight,
+            SequenceStatistics.of(sequence_stats, cu_seqlens, targets, "hidden"),
         ),
         _sequence_edges(cu_seqlens, per_token, len(targets)) if is_sequence_level else None,
     )

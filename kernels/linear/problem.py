@@ -5,6 +5,7 @@ Letters: T rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from rlcore.kernels.operands import (
     checked_targets,
     checked_temperature,
 )
+from rlcore.kernels.row_stats import checked_row_stats
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
 from rlcore.kernels.vocab_shard import VocabularyShard, check_group
 
@@ -78,6 +80,7 @@ class LinearHeadProblem:
     memory_budget_bytes: int | None = None
     shard: VocabularyShard | None = None
     """Given where the weight is this rank's part of the vocabulary."""
+    row_stats: tuple[str, ...] = ()
 
     def whole(self, inputs: HeadInputs) -> HeadInputs:
         """Return the inputs with the rows of all ranks, where each rank has a part of them."""
@@ -96,6 +99,7 @@ class LinearHeadProblem:
             "softcap": self.softcap is not None,
             "memory_budget": self.memory_budget_bytes is not None,
             "group": self.shard is not None,
+            "row_stats": bool(self.row_stats),
         }
         names = frozenset(name for name, is_used in flags.items() if is_used) | set(options)
         hidden, weight, _ = inputs
@@ -185,6 +189,7 @@ def linear_head_problem(
     ignore_index: int,
     group: dist.ProcessGroup | None,
     memory_budget_bytes: int | None,
+    row_stats: Sequence[str] = (),
 ) -> LinearHeadProblem:
     """Return the problem of scoring ``targets``.
 
@@ -193,6 +198,7 @@ def linear_head_problem(
     """
     check_flag("with_entropy", with_entropy)
     check_ignore_index(ignore_index)
+    names = checked_row_stats(row_stats)
     if softcap is not None:
         check_positive("softcap", softcap)
     check_positive("logit_scale", logit_scale)
@@ -203,9 +209,9 @@ def linear_head_problem(
     vocab_size = len(inputs.weight)
     if group is None:
         rows = ScaledRows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
-        return LinearHeadProblem(rows, softcap, with_entropy, memory_budget_bytes)
+        return LinearHeadProblem(rows, softcap, with_entropy, memory_budget_bytes, row_stats=names)
     is_split = _is_split(inputs.hidden, targets, group)
     sizes = vocab_size, len(inputs.hidden)
     shard = VocabularyShard.of(group, *sizes, inputs.hidden.device, what="weight must be [V, H]", is_split=is_split)
     rows = ScaledRows(checked_targets(targets, shard.vocab_size, ignore_index), ignore_index, logit_scale / temperature)
-    return LinearHeadProblem(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard)
+    return LinearHeadProblem(shard.rows(rows, vocab_size), softcap, with_entropy, memory_budget_bytes, shard, names)

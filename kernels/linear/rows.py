@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.chunks import row_chunks, rows_per_chunk
-from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, rounded
+from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, capped_, rounded
 from rlcore.kernels.linear.loss_in_chunks import LossProblem, SummingWork, loss_in_chunks, loss_in_two_passes
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
 from rlcore.kernels.losses.interface import LossOutput
-from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows
+from rlcore.kernels.softmax_rows import RowStatistics, RowStatsBuffer, ScaledRows, row_stats_
 from rlcore.kernels.token.triton_rows import row_gradient, row_statistics
 
 _ITEM_BYTES = 2
@@ -33,13 +33,23 @@ def _forward(
     """Save four numbers a row; the backward computes the logits again."""
     head = LinearHead(weight_VH, bias_V, None)
     parts = []
+    numbers = RowStatsBuffer(problem.row_stats, hidden_TH.new_empty(len(hidden_TH), dtype=torch.float32))
     for chunk in _chunks(hidden_TH, weight_VH, problem):
         rows = problem.rows.at(chunk)
         logits_TV = head.logits(rows.zero_ignored_rows(hidden_TH[chunk]))
-        parts.append(row_statistics(logits_TV, rows, with_entropy=problem.with_entropy, softcap=problem.softcap))
+        found = row_statistics(logits_TV, rows, with_entropy=problem.with_entropy, softcap=problem.softcap)
+        parts.append(found)
+        if problem.row_stats:
+            capped_TV = capped_(logits_TV, problem.softcap)
+            numbers.write(chunk, row_stats_(capped_TV, rows, problem.row_stats, found.peak, found.total))
     logprob_T, peak_T, total_T = (torch.cat([getattr(x, name) for x in parts]) for name in ("logprob", "peak", "total"))
     entropies = [x.entropy for x in parts if x.entropy is not None]
-    return LogprobOutput(logprob_T, torch.cat(entropies) if entropies else None, (peak_T, total_T))
+    return LogprobOutput(
+        logprob_T,
+        torch.cat(entropies) if entropies else None,
+        (peak_T, total_T),
+        row_stats=numbers.result(problem.rows),
+    )
 
 
 def _backward(

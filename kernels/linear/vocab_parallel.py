@@ -9,6 +9,7 @@ Letters: T rows, H hidden size, V vocabulary of this rank, S statistics.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from rlcore.kernels.linear.head import LinearHead
 from rlcore.kernels.linear.logprob import recomputing_backward
 from rlcore.kernels.linear.loss import linear_loss_chunked
 from rlcore.kernels.linear.problem import LinearHeadProblem
-from rlcore.kernels.vocab_shard import partial_statistics_
+from rlcore.kernels.vocab_shard import num_statistics, partial_statistics_
 
 
 def _forward(
@@ -27,14 +28,18 @@ def _forward(
     """Score with one all-gather, of [T, S] float32 statistics."""
     assert problem.shard is not None
     head = LinearHead(weight_VH, bias_V, problem.softcap)
-    parts_TS = hidden_TH.new_empty((len(hidden_TH), 3 + problem.with_entropy), dtype=head.wide)
+    asked: Any = {"with_entropy": problem.with_entropy, "row_stats": problem.row_stats}
+    parts_TS = hidden_TH.new_empty((len(hidden_TH), num_statistics(**asked)), dtype=head.wide)
     for chunk in row_chunks(len(hidden_TH), problem.chunk_rows(hidden_TH, weight_VH)):
         rows = problem.rows.at(chunk)
         logits_TV = head.logits(rows.zero_ignored_rows(hidden_TH[chunk]))
-        parts_TS[chunk] = partial_statistics_(logits_TV, rows, with_entropy=problem.with_entropy)
-    found = problem.shard.merged(parts_TS, problem.rows)
+        parts_TS[chunk] = partial_statistics_(logits_TV, rows, **asked)
+    found = problem.shard.merged(parts_TS, problem.rows, row_stats=problem.row_stats)
     return LogprobOutput(
-        problem.rows.zero_ignored(found.logprob), problem.rows.zero_ignored(found.entropy), (found.peak, found.total)
+        problem.rows.zero_ignored(found.logprob),
+        problem.rows.zero_ignored(found.entropy),
+        (found.peak, found.total),
+        row_stats={name: x.masked_fill(problem.rows.ignored, 0) for name, x in found.row_stats.items()},
     )
 
 

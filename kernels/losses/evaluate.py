@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,54 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
-from rlcore.kernels.losses.interface import LossFn, LossOutput, TermOutput, sequence_level
+from rlcore.kernels.cu_seqlens import rising_edges
+from rlcore.kernels.losses.interface import LossFn, LossOutput, TermOutput, joined_statistics, sequence_level
+from rlcore.kernels.losses.sequences import sequence_mean, sequence_sum
 from rlcore.kernels.operands import check_constant, check_float, check_same_device, check_shape, check_tensor
 from rlcore.settings import is_debugging
+
+
+class SequenceStatistics(NamedTuple):
+    """The statistics of which the mean over each sequence is reported, too."""
+
+    names: tuple[str, ...]
+    cu_seqlens: Tensor
+    """[N + 1] int64, over all tokens: chunks need not end where sequences do."""
+
+    @staticmethod
+    def of(names: Sequence[str], cu_seqlens: Tensor | None, rows: Tensor, what: str) -> SequenceStatistics | None:
+        """Return them for the sequences in ``rows``, called ``what`` in messages; None if nothing is asked for.
+
+        Raises:
+            InvalidInputError: a name is none of a mean, or the boundaries are not given, or not those of the rows.
+        """
+        if not names:
+            return None
+        wrong = [name for name in names if not (isinstance(name, str) and name.endswith("_mean"))]
+        if wrong:
+            raise InvalidInputError(f"sequence_stats must be names of statistics that end in _mean; got {wrong[0]!r}")
+        if cu_seqlens is None:
+            raise InvalidInputError(f"sequence_stats needs cu_seqlens, the boundaries of the sequences in {what}")
+        if not torch.compiler.is_compiling():
+            rising_edges("cu_seqlens", cu_seqlens, len(rows))
+        return SequenceStatistics(tuple(names), cu_seqlens.to(rows.device, torch.int64, non_blocking=True))
+
+    def reduced(self, values: Mapping[str, Tensor], tokens: TokenInputs) -> dict[str, Tensor]:
+        entries = {"cu_seqlens": self.cu_seqlens, "token_mask": tokens.is_counted}
+        count_T = sequence_sum(torch.ones_like(tokens.stats_weight), entries)
+        once = tokens._replace(stats_weight=torch.where(tokens.is_counted, 1 / count_T, 0.0))  # each sequence counts 1
+        found: dict[str, Tensor] = {}
+        for name in self.names:
+            if name not in values:
+                means = ", ".join(each for each in values if each.endswith("_mean")) or "none"
+                raise InvalidInputError(f"sequence_stats names {name!r}, and the means of this loss are {means}")
+            mean_T, stem = sequence_mean(values[name], entries), name.removesuffix("_mean")
+            found |= {
+                f"{stem}_sequence{ending}": reduced(mean_T, once)
+                for ending, reduced in _REDUCTIONS.items()
+                if ending != "_sum"
+            }
+        return found
 
 
 class TokenInputs(NamedTuple):
@@ -35,10 +80,16 @@ class TokenInputs(NamedTuple):
     """[T] bool."""
     stats_weight: Tensor
     """[T], by which ``_mean`` statistics are averaged; 0 for tokens that do not count."""
+    sequences: SequenceStatistics | None = None
+    """The sequences are those of all tokens; None in a chunk."""
 
     @staticmethod
     def of(
-        per_token: Mapping[str, Tensor], weight: Tensor, is_counted: Tensor, stats_weight: Tensor | None = None
+        per_token: Mapping[str, Tensor],
+        weight: Tensor,
+        is_counted: Tensor,
+        stats_weight: Tensor | None = None,
+        sequences: SequenceStatistics | None = None,
     ) -> TokenInputs:
         is_left_out = ~is_counted
 
@@ -48,7 +99,7 @@ class TokenInputs(NamedTuple):
 
         entries = {name: counted(values) for name, values in per_token.items()}
         of_stats = weight if stats_weight is None else counted(stats_weight.detach().to(weight.dtype))
-        return TokenInputs(entries, weight, is_counted, of_stats)
+        return TokenInputs(entries, weight, is_counted, of_stats, sequences)
 
     def at(self, chunk: slice) -> TokenInputs:
         sliced = {name: values[chunk] for name, values in self.per_token.items()}
@@ -166,7 +217,8 @@ class Statistics:
                 found |= {name: reduced(values[name], tokens) for name in names}
             elif names:
                 found |= zip(names, reduced(torch.stack([values[name] for name in names]), tokens), strict=True)
-        return {name: found[name] for name in values}
+        of_sequences = {} if tokens.sequences is None else tokens.sequences.reduced(values, tokens)
+        return joined_statistics({name: found[name] for name in values}, of_sequences, "sequence_stats")
 
 
 def _mean(values: Tensor, tokens: TokenInputs) -> Tensor:

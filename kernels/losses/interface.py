@@ -5,9 +5,10 @@
 All are [t] vectors, t the tokens of one chunk. ``entropy`` is None if it is not computed. ``per_token`` holds what the
 caller passed (old log-probabilities, advantages, ...). ``value`` is the loss of each token before weighting, and
 ``stats`` holds vectors to report. They are reduced over all tokens by the ending of their name: ``_mean`` (weighted
-like the loss, or by the operator's ``stats_weight``), ``_sum``, ``_min``, ``_max``. The operator sets the entries of a
-masked token to 0 and leaves out what is computed from them; no term lets them reach another token. A ratio of
-probabilities is the exponential of ``log_ratio_to_old`` (``ratio.py``), which bounds it: every term is finite.
+like the loss, or by the operator's ``stats_weight``), ``_sum``, ``_min``, ``_max``; ``sequence_stats`` of the operator
+has means over sequences. The operator sets the entries of a masked token to 0 and leaves out what is computed from
+them; no term lets them reach another token. A ratio of probabilities is the exponential of ``log_ratio_to_old``
+(``ratio.py``), which bounds it: every term is finite.
 
 The entries that the terms of this folder read, all natural logarithms and without gradient:
 

@@ -33,10 +33,12 @@ from rlcore.kernels.operands import (
     is_checked_on_device,
     unlowered,
 )
+from rlcore.kernels.row_stats import checked_row_stats, row_stats_in_order
 from rlcore.kernels.softmax_rows import (
     NO_ROWS,
     Logprobs,
     RowStatistics,
+    RowStatsBuffer,
     ScaledRows,
     column,
     exponentials_,
@@ -61,6 +63,7 @@ def token_logprob(
     keep_mask: Tensor | None = None,
     inplace_backward: bool = False,
     group: ProcessGroup | None = None,
+    row_stats: Sequence[str] = (),
     implementation: str | None = None,
 ) -> Logprobs:
     """Return the log-probability of ``targets[t]`` under ``softmax(logits[t] / temperature)``, and the entropy.
@@ -79,6 +82,9 @@ def token_logprob(
             nothing else reads. Saves nothing where strides do not let the leading dimensions be joined to two.
         group: a process group over which the vocabulary is split. Token ids are those of the whole vocabulary. Every
             rank gets the same results, and a gradient of its own columns for the same gradients of the results.
+        row_stats: names of more numbers of each row, found in ``row_stats`` of the result: "sum_squares" (of the
+            probabilities), "mean_logit" (of the logits / temperature, over V) and "is_top1" (bool: no logit is above
+            the target's, and none before it equals that). They have no gradient.
         implementation: run this one or raise; None chooses.
 
     Returns:
@@ -112,12 +118,16 @@ def token_logprob(
             ignore_index=ignore_index,
             keep_mask=keep_mask,
             inplace_backward=inplace_backward,
+            row_stats=row_stats,
         )
     if torch.compiler.is_compiling():
         number, tensor = split_temperature(temperature)
         return token_logprob_compiled(
-            TokenLogprobCall(logits, targets, number, tensor, keep_mask, with_entropy, ignore_index, implementation)
-        )
+            TokenLogprobCall(
+                logits, targets, number, tensor, keep_mask, with_entropy, ignore_index, implementation,
+                ",".join(checked_row_stats(row_stats)),
+            )
+        )  # fmt: skip
     joined, problem = logits_problem(
         logits,
         targets,
@@ -126,6 +136,7 @@ def token_logprob(
         ignore_index=ignore_index,
         keep_mask=keep_mask,
         inplace_backward=inplace_backward,
+        row_stats=row_stats,
     )
     run = choose("token_logprob", problem.query(logits), implementation).fn
     is_range_checked_late = is_checked_on_device(targets)  # so that its small kernels do not delay the large ones
@@ -135,14 +146,18 @@ def token_logprob(
         result: Logprobs = run(joined, problem)
     if is_range_checked_late and not (isinstance(run, ForwardBackward) and run.checks_targets):
         check_known_tokens(problem.rows.target, logits.shape[-1])
-    return shaped_like(targets, result)
+    return shaped_like(targets, result, problem.row_stats)
 
 
-def shaped_like(targets: Tensor, result: Logprobs) -> Logprobs:
-    """Return scores of joined rows in the shape of the targets."""
+def shaped_like(targets: Tensor, result: Logprobs, row_stats: Sequence[str] = ()) -> Logprobs:
+    """Return scores of joined rows, and the ``row_stats`` asked for, in the shape of the targets."""
+    numbers = row_stats_in_order(result.row_stats, row_stats) if row_stats else []
     if targets.dim() == result.logprob.dim():
         return result
-    return Logprobs(*(None if x is None else x.view(targets.shape) for x in result))  # type: ignore[arg-type]
+    shaped = Logprobs(*(None if x is None else x.view(targets.shape) for x in result))  # type: ignore[arg-type]
+    if not numbers:
+        return shaped
+    return shaped.with_row_stats({name: x.view(targets.shape) for name, x in zip(row_stats, numbers, strict=True)})
 
 
 def _check_keep_mask(keep_mask: Tensor | None, logits: Tensor) -> None:
@@ -174,10 +189,18 @@ def token_logprob_reference(logits: Tensor, problem: LogitsProblem) -> Logprobs:
     centred = logits - logits.amax(-1, keepdim=True).detach()  # changes nothing, and keeps float32 exact
     logprobs = (centred * column(rows.inverse_temperature)).log_softmax(-1)
     logprob = rows.zero_ignored(logprobs.gather(-1, rows.target[..., None]).squeeze(-1))
-    if not problem.with_entropy:
-        return Logprobs(logprob, None)
-    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
-    return Logprobs(logprob, -rows.zero_ignored((logprobs.exp() * finite).sum(-1)))
+    entropy = None
+    if problem.with_entropy:
+        finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # p ln p is 0 where p is
+        entropy = -rows.zero_ignored((logprobs.exp() * finite).sum(-1))
+    scaled = logits.detach() * column(rows.inverse_temperature)
+    definitions = {
+        "sum_squares": lambda: logprobs.detach().exp().square().sum(-1),
+        "mean_logit": lambda: scaled.mean(-1),
+        "is_top1": lambda: logits.argmax(-1) == rows.target,
+    }
+    found = {name: definitions[name]().masked_fill(rows.ignored, 0) for name in problem.row_stats}
+    return Logprobs(logprob, entropy).with_row_stats(found)
 
 
 def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> LogprobOutput:
@@ -185,15 +208,17 @@ def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> L
     shape, wide = logits.shape[:-1], wide_dtype(logits.dtype)
     logprob, peak, total = (logits.new_empty(shape, dtype=wide) for _ in range(3))
     entropy = logits.new_empty(shape, dtype=wide) if problem.with_entropy else None
+    numbers = RowStatsBuffer(problem.row_stats, logprob)
     for index, chunk_TV, rows in wide_chunks(logits, problem):
-        found = statistics_(chunk_TV, rows, with_entropy=problem.with_entropy)
+        found = statistics_(chunk_TV, rows, with_entropy=problem.with_entropy, row_stats=problem.row_stats)
+        numbers.write(index, found.row_stats)
         logprob[index], peak[index], total[index] = found.logprob, found.peak, found.total
         if entropy is not None and found.entropy is not None:
             entropy[index] = found.entropy
     for values in (logprob, entropy):
         if values is not None:
             values.masked_fill_(problem.rows.ignored, 0.0)
-    return LogprobOutput(logprob, entropy, (peak, total))
+    return LogprobOutput(logprob, entropy, (peak, total), row_stats=numbers.result(problem.rows))
 
 
 def recomputing_backward(
@@ -251,9 +276,16 @@ class TokenLogprobCall(NamedTuple):
     with_entropy: bool
     ignore_index: int
     implementation: str | None
+    row_names: str = ""
+    """The names of ``row_stats`` with commas between them: autograd would want a gradient for each entry of a list."""
+
+    @property
+    def row_stats(self) -> tuple[str, ...]:
+        return tuple(name for name in self.row_names.split(",") if name)
 
     def query(self) -> Query:
-        return LogitsProblem(NO_ROWS, self.keep_mask, self.with_entropy).query(self.logits)
+        problem = LogitsProblem(NO_ROWS, self.keep_mask, self.with_entropy, row_stats=self.row_stats)
+        return problem.query(self.logits)
 
     def prepared(self) -> tuple[Sequence[Tensor | None], LogitsProblem]:
         logits, problem = logits_problem(
@@ -264,6 +296,7 @@ class TokenLogprobCall(NamedTuple):
             ignore_index=self.ignore_index,
             keep_mask=self.keep_mask,
             inplace_backward=False,
+            row_stats=self.row_stats,
         )
         check_token_range(self.targets, self.logits.shape[-1], self.ignore_index)
         return (logits,), problem
@@ -273,6 +306,6 @@ token_logprob_compiled = CompiledOperator(
     "token_logprob",
     TokenLogprobCall,
     "Tensor logits, Tensor targets, float temperature, Tensor? temperatures, Tensor? keep_mask, bool with_entropy, "
-    "int ignore_index, str? implementation",
+    "int ignore_index, str? implementation, str row_names",
     num_tensors=1,
 )

@@ -10,15 +10,15 @@ Letters: T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rlcore.arguments import optional, takes
+from rlcore.arguments import LIST, optional, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.cu_seqlens import rising_edges
-from rlcore.kernels.losses.evaluate import TokenInputs, check_tokens, loss_of_tokens
+from rlcore.kernels.losses.evaluate import SequenceStatistics, TokenInputs, check_tokens, loss_of_tokens
 from rlcore.kernels.losses.interface import LOSS, LossFn, LossOutput, PerToken, checked_edges, sequence_level
 from rlcore.kernels.operands import TENSOR, TENSORS, check_float, check_no_nan, check_same_device, check_shape
 from rlcore.kernels.softmax_rows import wide_dtype
@@ -26,7 +26,7 @@ from rlcore.kernels.softmax_rows import wide_dtype
 
 @takes(
     "token_loss", logprob=TENSOR, loss_fn=LOSS, per_token=TENSORS, token_weight=TENSOR, stats_weight=optional(TENSOR),
-    entropy=optional(TENSOR), cu_seqlens=optional(TENSOR),
+    sequence_stats=LIST, entropy=optional(TENSOR), cu_seqlens=optional(TENSOR),
 )  # fmt: skip
 def token_loss(
     logprob: Tensor,
@@ -35,6 +35,7 @@ def token_loss(
     per_token: PerToken,
     token_weight: Tensor,
     stats_weight: Tensor | None = None,
+    sequence_stats: Sequence[str] = (),
     entropy: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> LossOutput:
@@ -49,8 +50,11 @@ def token_loss(
         token_weight: [T], any float dtype; see ``rlcore.ops.token_weights``.
         stats_weight: [T], numbers >= 0 or bool, by which ``_mean`` statistics are averaged over the tokens that count;
             None is ``token_weight``. The mask of tokens gives plain means over tokens, as peers report them.
+        sequence_stats: names of ``_mean`` statistics, such as "clip_low_mean", of which the plain mean over each
+            sequence's tokens that count is taken, too; reported are its mean, minimum and maximum over the sequences:
+            ``clip_low_sequence_mean``, ``clip_low_sequence_min``, ``clip_low_sequence_max``. It needs ``cu_seqlens``.
         entropy: [T], any float dtype; with gradient. None passes None to ``loss_fn``.
-        cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses.
+        cu_seqlens: [N + 1] integers from 0 to T; needed by sequence-level losses and ``sequence_stats``.
 
     Returns:
         ``(loss, stats)``: a scalar, float32 (float64 for float64 log-probabilities), differentiable in ``logprob`` and
@@ -73,7 +77,8 @@ def token_loss(
     weight_T = token_weight.detach().to(wide)
     if not torch.compiler.is_compiling():
         check_no_nan("token_weight", weight_T)
-    tokens = TokenInputs.of(per_token, weight_T, weight_T != 0, stats_weight)
+    sequences = SequenceStatistics.of(sequence_stats, cu_seqlens, logprob, "logprob")
+    tokens = TokenInputs.of(per_token, weight_T, weight_T != 0, stats_weight, sequences)
 
     def counted(values_T: Tensor) -> Tensor:
         return torch.where(tokens.is_counted, values_T, 0.0).to(wide)

@@ -20,6 +20,7 @@ from rlcore.kernels.operands import (
     check_token_range,
     checked_temperature,
 )
+from rlcore.kernels.row_stats import checked_row_stats
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
 from rlcore.kernels.vocab_shard import VocabularyShard
 
@@ -36,6 +37,7 @@ class LogitsProblem:
     inplace_backward: bool = False
     shard: VocabularyShard | None = None
     """Given where the logits are this rank's part of the vocabulary."""
+    row_stats: tuple[str, ...] = ()
 
     def query(self, logits: Tensor) -> Query:
         """Return what the dispatcher decides on."""
@@ -44,6 +46,7 @@ class LogitsProblem:
             "keep_mask": self.keep_mask is not None,
             "inplace_backward": self.inplace_backward,
             "group": self.shard is not None,
+            "row_stats": bool(self.row_stats),
         }
         options = frozenset(name for name, is_used in flags.items() if is_used)
         return Query(logits.device.type, logits.dtype, 0, int(logits.shape[-1]), options)
@@ -76,13 +79,14 @@ def logits_problem(
     ignore_index: int,
     keep_mask: Tensor | None,
     inplace_backward: bool,
+    row_stats: Sequence[str] = (),
 ) -> tuple[Tensor, LogitsProblem]:
     """Return the logits as [T, V] or [N, L, V], and the problem of scoring ``targets``.
 
     It does not check that the targets are tokens below V.
 
     Raises:
-        InvalidInputError: a temperature, a flag, the dtype of the targets, or the ``ignore_index``.
+        InvalidInputError: a temperature, a flag, the dtype of the targets, the ``ignore_index``, or a name.
     """
     check_flag("with_entropy", with_entropy)
     check_flag("inplace_backward", inplace_backward)
@@ -90,7 +94,11 @@ def logits_problem(
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(logits.dtype))
     check_token_dtype(targets)
     problem = LogitsProblem(
-        ScaledRows(targets, ignore_index, 1 / temperature), keep_mask, with_entropy, inplace_backward
+        ScaledRows(targets, ignore_index, 1 / temperature),
+        keep_mask,
+        with_entropy,
+        inplace_backward,
+        row_stats=checked_row_stats(row_stats),
     )
     if logits.dim() > 2:
         logits = _joined(logits)

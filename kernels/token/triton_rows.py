@@ -27,7 +27,8 @@ from torch import Tensor
 
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.operands import check_values, is_checked_on_device, kernels_verdict
-from rlcore.kernels.softmax_rows import RowStatistics, ScaledRows
+from rlcore.kernels.softmax_rows import RowStatistics, RowStatsBuffer, ScaledRows, row_stats_
+from rlcore.kernels.token.logprob import wide_chunks
 from rlcore.kernels.token.problem import LogitsProblem
 from rlcore.kernels.triton_programs import columns, launches, limits
 
@@ -266,8 +267,18 @@ def _forward(logits: Tensor, problem: LogitsProblem, *, for_backward: bool) -> L
     if is_valid is not None:
         check_values(is_valid, lambda: f"targets must be token ids in [0, {logits.shape[-1]}), or ignore_index")
     if problem.rows.labels.dim() > 1:
-        found = RowStatistics(*(None if values is None else values.view(problem.rows.labels.shape) for values in found))  # type: ignore[arg-type]
-    return LogprobOutput(found.logprob, found.entropy, (found.peak, found.total))
+        shape = problem.rows.labels.shape
+        found = RowStatistics(*(None if values is None else values.view(shape) for values in found[:4]))  # type: ignore[arg-type]
+    numbers = _row_stats(logits, problem, found) if problem.row_stats else {}
+    return LogprobOutput(found.logprob, found.entropy, (found.peak, found.total), row_stats=numbers)
+
+
+def _row_stats(logits: Tensor, problem: LogitsProblem, found: RowStatistics) -> dict[str, Tensor]:
+    """Compute them in plain torch, a wide copy of some rows at a time."""
+    numbers = RowStatsBuffer(problem.row_stats, found.logprob)
+    for index, chunk_TV, rows in wide_chunks(logits, problem):
+        numbers.write(index, row_stats_(chunk_TV, rows, problem.row_stats, found.peak[index], found.total[index]))
+    return numbers.result(problem.rows)
 
 
 def _backward(

@@ -19,8 +19,8 @@ from rlcore.tensor_data import dtype_name
 _PACKED, _NORM, _COPY = "packed_attention", "rms_norm", "strided_copy"
 _OF_HEADS = frozenset({"bias", "entropy", "softcap", "memory_budget", "group"})
 OPTIONS = {
-    "token_logprob": frozenset({"entropy", "keep_mask", "inplace_backward"}),
-    "linear_logprob": _OF_HEADS,
+    "token_logprob": frozenset({"entropy", "keep_mask", "inplace_backward", "group", "row_stats"}),
+    "linear_logprob": _OF_HEADS | {"row_stats"},
     "linear_loss": _OF_HEADS | {"sequence_level"},
     "group_advantage": frozenset({*MODES, "irregular", "long"}),
     "gae": frozenset(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,28 +36,33 @@ class CausalHead:
         self._weights()  # refuses adapters
         self._form = measure_logit_form(model, type(model).forward)
 
-    def __call__(self, hidden_BLH: Tensor, labels_BL: Tensor, *, with_entropy: bool) -> Logprobs:
-        """Return log-probabilities, and entropies if asked for, [B, L] float32; 0 where the label is ``IGNORED``.
+    def __call__(
+        self, hidden_BLH: Tensor, labels_BL: Tensor, *, with_entropy: bool, row_stats: Sequence[str] = ()
+    ) -> Logprobs:
+        """Return log-probabilities, and what else is asked for, [B, L] float32; 0 where the label is ``IGNORED``.
 
         Args:
             hidden_BLH: [B, L, H], the last hidden states.
             labels_BL: [B, L] int64, the token that follows each position.
+            row_stats: those of ``linear_logprob``.
         """
         weight_VH, bias_V = self._weights()
         dtype = self._dtype(hidden_BLH)
         is_scored_BL = labels_BL != IGNORED
         with torch.autocast(hidden_BLH.device.type, enabled=False):  # the dtype is chosen
-            logprob_T, entropy_T = linear_logprob(
+            found = linear_logprob(
                 hidden_BLH[is_scored_BL].to(dtype),
                 weight_VH.to(dtype),
                 labels_BL[is_scored_BL],
                 bias=bias_V,
                 temperature=self._temperature,
                 with_entropy=with_entropy,
+                row_stats=row_stats,
                 **self._form._asdict(),
             )
-        entropy_BL = None if entropy_T is None else _spread(entropy_T, is_scored_BL)
-        return Logprobs(_spread(logprob_T, is_scored_BL), entropy_BL)
+        entropy_BL = None if found.entropy is None else _spread(found.entropy, is_scored_BL)
+        scores = Logprobs(_spread(found.logprob, is_scored_BL), entropy_BL)
+        return scores.with_row_stats({name: _spread(x_T, is_scored_BL) for name, x_T in found.row_stats.items()})
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         model: Any = self._model

@@ -1,11 +1,11 @@
-"""TRL's online trainers on rlcore: one line to adopt.
+"""TRL's trainers on rlcore: one line to adopt.
 
-    trainer = accelerate_trl(GRPOTrainer(...))        # or RLOOTrainer
+    trainer = accelerate_trl(GRPOTrainer(...))        # or RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer
     trainer.train()
 
-* Log-probabilities and entropies come from ``linear_logprob``, which makes no logits; TRL computes its own loss of
-  them, so that every ``loss_type``, statistic and mask stays TRL's.
-* The states of the optimizer are in host memory while completions are sampled and scored.
+* Log-probabilities, entropies and numbers of a row come from ``linear_logprob``, which makes no logits; TRL computes
+  its own loss of them, so that every ``loss_type``, statistic and mask stays TRL's.
+* Of trainers that sample, the states of the optimizer are in host memory while completions are sampled and scored.
 * vLLM in the trainer's process gets weights by one plan, and not tensor by tensor.
 
 Letters: B sequences, L tokens, H a hidden size.
@@ -13,21 +13,34 @@ Letters: B sequences, L tokens, H a hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trl import GRPOTrainer, RLOOTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
 from rlcore.integrations.trl_vllm import PlannedSync
+from rlcore.ops import Logprobs
 
-Trainer = TypeVar("Trainer", GRPOTrainer, RLOOTrainer)
+Trainer = TypeVar("Trainer", GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, SFTTrainer)
+
+_ROW_STATS: dict[type, tuple[str, ...]] = {
+    GRPOTrainer: (),
+    RLOOTrainer: (),
+    DPOTrainer: ("mean_logit", "is_top1"),
+    KTOTrainer: ("mean_logit",),
+    SFTTrainer: ("is_top1",),
+}
+"""The ``row_stats`` that a trainer reports."""
+_TRAINERS: Any = tuple(_ROW_STATS)
 
 
 def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Trainer:
@@ -35,26 +48,40 @@ def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Train
 
     Args:
         offload_optimizer: keep the optimizer's states in host memory while completions are sampled and scored. False
-            saves the time of the copies, about 40 ms a gigabyte and step, where the device has room for all.
+            saves the time of the copies, about 40 ms a gigabyte and step, where the device has room for all. Trainers
+            that sample nothing keep them on the device in any case.
 
     Raises:
-        InvalidInputError: it is no GRPOTrainer or RLOOTrainer.
+        InvalidInputError: it is none of these trainers.
         UnsupportedError: it trains with DeepSpeed or FSDP1, its vLLM is a server, or the logits of its model are no
             function that ``linear_logprob`` computes; the trainer is as before.
     """
-    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
-        raise InvalidInputError(f"accelerate_trl() takes a GRPOTrainer or RLOOTrainer, got {type(trainer).__name__}")
+    if not isinstance(trainer, _TRAINERS):
+        *others, last = (cls.__name__ for cls in _TRAINERS)
+        raise InvalidInputError(f"accelerate_trl() takes a {', '.join(others)} or {last}, got {type(trainer).__name__}")
     _check_sharding(trainer)
-    models = [without_adapters(model) for model in (trainer.model, trainer.ref_model) if model is not None]
     in_float32 = getattr(trainer.args, "cast_lm_head_to_fp32", False)
-    heads = [CausalHead(model, temperature=trainer.temperature, in_float32=in_float32) for model in models]
-    for model, head in zip(models, heads, strict=True):
-        _use(head, model, with_entropy=model is models[0])  # TRL asks the reference for none
-    if offload_optimizer:
-        trainer._generate_and_score_completions = _without_optimizer(trainer)
-    if trainer.use_vllm:
-        trainer.vllm_generation.sync_weights = PlannedSync(trainer.vllm_generation)
+    measured = functools.partial(CausalHead, temperature=getattr(trainer, "temperature", 1.0), in_float32=in_float32)
+    model, reference = without_adapters(trainer.model), getattr(trainer, "ref_model", None)
+    head = measured(model)
+    if reference is not None:
+        reference = without_adapters(reference)
+        # TRL reads its log-probabilities alone. The forward that is replaced was under autocast: TRL has prepared it.
+        _use(measured(reference), reference, with_entropy=False, context=trainer.accelerator.autocast)
+    _use(head, model, row_stats=_row_stats(trainer))
+    if isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        if offload_optimizer:
+            trainer._generate_and_score_completions = _without_optimizer(trainer)
+        if trainer.use_vllm:
+            trainer.vllm_generation.sync_weights = PlannedSync(trainer.vllm_generation)
     return trainer
+
+
+def _row_stats(trainer: Any) -> tuple[str, ...]:
+    """Return what TRL's own head is asked for besides log-probabilities and entropies."""
+    found = next(names for cls, names in _ROW_STATS.items() if isinstance(trainer, cls))
+    is_weighted = isinstance(trainer, DPOTrainer) and trainer.use_weighting
+    return (*found, "sum_squares") if is_weighted else found
 
 
 class RlcoreGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -65,13 +92,13 @@ class RlcoreGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         accelerate_trl(self, offload_optimizer=offload_optimizer)
 
 
-def _check_sharding(trainer: GRPOTrainer | RLOOTrainer) -> None:
+def _check_sharding(trainer: Any) -> None:
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError("accelerate_trl() under DeepSpeed", "it shards the output head in a way of its own")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 1:
         raise UnsupportedError("accelerate_trl() under FSDP1", "it has no parameters by name; set fsdp_version to 2")
-    if trainer.use_vllm and trainer.vllm_generation.mode != "colocate":
+    if getattr(trainer, "use_vllm", False) and trainer.vllm_generation.mode != "colocate":
         raise UnsupportedError(
             'accelerate_trl() with vllm_mode="server"',
             "the server takes weights by the engine that it was started with; docs/vllm.md has the way by rlcore_ipc",
@@ -93,30 +120,38 @@ def _without_optimizer(trainer: GRPOTrainer | RLOOTrainer) -> Callable[..., Any]
     return sample
 
 
-def _use(head: CausalHead, model: Any, *, with_entropy: bool = True) -> None:
-    """Let ``head`` answer the calls for which TRL has put a head into the model's forward."""
+def _use(
+    head: Callable[..., Logprobs],
+    model: Any,
+    *,
+    with_entropy: bool = True,
+    row_stats: Sequence[str] = (),
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """Let ``head`` answer the calls for which TRL has put a head into the model's forward, within ``context``."""
+    scored = functools.partial(head, with_entropy=with_entropy, row_stats=row_stats)
     original = model.forward
 
     @functools.wraps(type(model).forward)  # generate() checks its arguments by the signature
     def forward(*args: Any, fused_lm_head: bool = False, **options: Any) -> Any:
         if not fused_lm_head:
             return original(*args, **options)
-        return _scored(head, model, with_entropy, *args, **options)
+        with context():
+            return _scored(scored, model, *args, **options)
 
     model.forward = forward
 
 
 def _scored(
-    head: CausalHead,
+    head: Callable[[Tensor, Tensor], Logprobs],
     model: Any,
-    with_entropy: bool,
     *args: Any,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     **options: Any,
 ) -> FusedCausalLMOutput:
-    """Return TRL's output: log-probabilities and entropies [B, L - 1], or [B, L] of labels that are shifted already."""
+    """Return TRL's output: numbers [B, L - 1] of each next label, or [B, L] of labels that are shifted already."""
     states = model.base_model(*args, **{**options, "use_cache": False})
     hidden_BLH = states.last_hidden_state
     if shift_labels is None:
@@ -124,15 +159,20 @@ def _scored(
         hidden_BLH, labels = hidden_BLH[:, :-1], labels[:, 1:]
     else:
         labels = shift_labels
-    logprob, entropy = head(hidden_BLH, labels, with_entropy=with_entropy)
+    found = head(hidden_BLH, labels)
+    sum_squares = found.row_stats.get("sum_squares")
     is_scored = labels != IGNORED
     count = is_scored.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     balance = _balance_loss(model, states, options) if options.get("output_router_logits") else None
-    loss = -logprob.sum() / count
+    loss = -found.logprob.sum() / count
+    coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
     return FusedCausalLMOutput(
-        loss=loss if balance is None else loss + model.config.get_text_config().router_aux_loss_coef * balance,
-        log_probs=logprob,
-        entropy=entropy,
+        loss=loss if balance is None else loss + coefficient * balance,
+        log_probs=found.logprob,
+        entropy=found.entropy,
+        log_sum_sq_probs=None if sum_squares is None else sum_squares.log().where(is_scored, 0.0),
+        mean_logits=found.row_stats.get("mean_logit"),
+        is_top1=found.row_stats.get("is_top1"),
         label_mask=is_scored,
         aux_loss=balance,
     )

@@ -7,7 +7,7 @@ such views is recorded part by part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -88,10 +88,27 @@ def _used(model: Any, names: Collection[str]) -> list[Any]:
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    if not hasattr(WeightRenaming, "was_used"):  # before transformers 5.7
+        used = {id(conversion) for name in names for conversion in _matching(name, renamings, converters)}
+        return [conversion for conversion in conversions if id(conversion) in used]
     own = model.state_dict()
     for name in sorted(names, key=dot_natural_key):
         rename_source_key(name, renamings, converters, model.base_model_prefix, own)
     return [conversion for conversion in conversions if conversion.was_used()]
+
+
+def _matching(name: str, renamings: Sequence[Any], converters: Sequence[Any]) -> Iterator[Any]:
+    """Yield the conversions that rename a tensor: all renamings that match, in turn, and the first such converter."""
+    renamed = name
+    for renaming in renamings:
+        renamed, pattern = renaming.rename_source_key(renamed)
+        if pattern is not None:
+            yield renaming
+    for converter in converters:
+        renamed, pattern = converter.rename_source_key(renamed)
+        if pattern is not None:
+            yield converter
+            return
 
 
 class _ReversionTracer(DispatchTracer):  # type: ignore[no-untyped-call]

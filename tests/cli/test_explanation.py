@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -32,13 +33,15 @@ def test_every_operator_of_rlcore_has_its_options() -> None:
 def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: Any = None
     logits = torch.zeros(2, 3)
-    problem = LogitsProblem(rows, keep_mask=logits, with_entropy=True, inplace_backward=True)
-    assert problem.query(logits).options == OPTIONS["token_logprob"]
     shard: Any = object()
-    head = LinearHeadProblem(rows, softcap=1.0, with_entropy=True, memory_budget_bytes=1, shard=shard)
+    both: Any = {"with_entropy": True, "shard": shard}
+    problem = LogitsProblem(rows, keep_mask=logits, inplace_backward=True, row_stats=("is_top1",), **both)
+    assert problem.query(logits).options == OPTIONS["token_logprob"]
+    head = LinearHeadProblem(rows, softcap=1.0, memory_budget_bytes=1, **both)
     inputs = HeadInputs(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3))
-    assert head.query(inputs).options == OPTIONS["linear_logprob"]
     assert head.query(inputs, "sequence_level").options == OPTIONS["linear_loss"]
+    scored = dataclasses.replace(head, row_stats=("is_top1",))
+    assert scored.query(inputs).options == OPTIONS["linear_logprob"]
     queries: list[Any] = []
     monkeypatch.setattr(advantages, "choose", lambda op, query, *rest: queries.append(query) or choose(op, query))
     for mode in advantages.MODES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import shutil
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import PermuteForRope
 
 import rlcore
 from rlcore.errors import CheckpointError
@@ -127,6 +130,8 @@ for turned in [], [PermuteForRope(permute_layer_names=attention[:2])]:
 
 @pytest.mark.slow
 def test_of_matrices_that_the_file_has_in_one_a_rank_reads_its_own_rows(run_python: Any, tmp_path: Path) -> None:
+    if "permute_layer_names" not in inspect.signature(PermuteForRope).parameters:
+        pytest.skip(f"transformers {transformers.__version__} turns no tensors by the names of their layers")
     script = tmp_path / "read.py"
     script.write_text(READ_JOINED_AS_EACH_RANK)
     done = run_python([str(script), str(tmp_path / "model")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ datasets = pytest.importorskip("datasets")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL warns of a vLLM that is newer than it
-    from rlcore.integrations.trl import RlcoreGRPOTrainer, _use, accelerate_trl
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    from rlcore.integrations.trl import RlcoreGRPOTrainer, accelerate_trl
 
 PROMPT, COMPLETION = 6, 9
 LOSSES: dict[str, dict[str, Any]] = {
@@ -155,14 +158,30 @@ def results(trainer: Any) -> tuple[list[Tensor], dict[str, list[float]]]:
     return [loss.reshape(1), *gradients], dict(trainer._metrics["train"])
 
 
-def whole_logits(model: Any, temperature: float) -> Any:
-    """Return a head that makes all logits."""
+def use_all_logits(model: Any, temperature: float = 1.0) -> None:
+    """Let a model of TRL's answer from its own logits, by code of its own."""
+    original = model.forward
 
-    def head(hidden: Tensor, labels: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor]:
-        every = (model.lm_head(hidden) / temperature).log_softmax(-1)
-        return every.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1), -(every.exp() * every).sum(-1)
+    @functools.wraps(type(model).forward)
+    def forward(*args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **options: Any) -> Any:
+        if not fused_lm_head:
+            return original(*args, labels=labels, **options)
+        assert labels is not None
+        plain, following = original(*args, **options), labels[:, 1:]
+        logits, is_scored = plain.logits[:, :-1] / temperature, following != -100
+        every = logits.log_softmax(-1)
+        logprob = every.gather(-1, following.clamp(min=0)[..., None]).squeeze(-1)
+        numbers = {
+            "log_probs": logprob,
+            "entropy": -(every.exp() * every).sum(-1),
+            "log_sum_sq_probs": (2 * every.detach()).exp().sum(-1).log(),
+            "mean_logits": logits.detach().mean(-1),
+            "is_top1": logits.argmax(-1) == following,
+        }
+        masked = {name: values.masked_fill(~is_scored, 0) for name, values in numbers.items()}
+        return FusedCausalLMOutput(**masked, label_mask=is_scored, aux_loss=getattr(plain, "aux_loss", None))
 
-    return head
+    model.forward = forward
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -170,7 +189,7 @@ def test_losses_gradients_and_statistics_are_trls(make: Make, name: str) -> None
     options = LOSSES[name]
     ours, theirs, exact = accelerate_trl(make(**options)), make(**options), make(**options)
     exact.model.double()
-    _use(whole_logits(exact.model, exact.temperature), exact.model)
+    use_all_logits(exact.model, exact.temperature)
     (found, told), (reference, expected), (truth, known) = results(ours), results(theirs), results(exact)
     assert_as_accurate(found, reference, truth, what=name)
     assert told.keys() == expected.keys() == known.keys()
@@ -186,7 +205,7 @@ def test_losses_gradients_and_statistics_are_trls(make: Make, name: str) -> None
 def test_training_is_trls_and_leaves_the_optimizer_on_the_device(make: Make, cls: Any) -> None:
     """As near to TRL's as that of a third program, which makes all logits."""
     plain, ours, third = make(cls), accelerate_trl(make(cls)), make(cls)
-    _use(whole_logits(third.model, third.temperature), third.model)
+    use_all_logits(third.model, third.temperature)
     weights = []
     for trainer in (plain, ours, third):
         transformers.set_seed(7)
@@ -253,7 +272,7 @@ def test_adapters_train_as_with_trl(make: Make) -> None:
 
 def _with_all_logits(trainer: Any) -> Any:
     model = trainer.model.get_base_model()
-    _use(whole_logits(model, trainer.temperature), model)
+    use_all_logits(model, trainer.temperature)
     return trainer
 
 
@@ -261,7 +280,7 @@ def _with_all_logits(trainer: Any) -> Any:
 
 
 def test_another_object_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"accelerate_trl\(\) takes a GRPOTrainer or RLOOTrainer, got str"):
+    with pytest.raises(InvalidInputError, match=r"accelerate_trl\(\) takes a GRPOTrainer, .* or SFTTrainer, got str"):
         accelerate_trl("trainer")  # type: ignore[type-var]
 
 

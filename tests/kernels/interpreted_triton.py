@@ -24,6 +24,7 @@ from rlcore.kernels.linear import tiled as linear_tiled
 from rlcore.kernels.linear import triton_tile_gradients, triton_tiles
 from rlcore.kernels.linear.loss_in_chunks import LossProblem
 from rlcore.kernels.linear.problem import LinearHeadProblem
+from rlcore.kernels.row_stats import ROW_STATS
 from rlcore.kernels.softmax_rows import ScaledRows
 from rlcore.kernels.token import triton_rows
 from rlcore.ops import (
@@ -45,6 +46,7 @@ from tests.kernels.plain import (
     linear_scores,
     token_scores,
 )
+from tests.kernels.test_row_stats import assert_match_float64, whole_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
 
@@ -135,6 +137,34 @@ def test_a_row_of_minus_infinities_gives_nan_and_so_does_its_gradient() -> None:
     (found.logprob.sum() + found.entropy.sum()).backward()
     for rows in (*found, logits.grad):
         assert rows[1].isnan().all() and rows[[0, 2]].isfinite().all() and not rows[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_row_stats_of_logits_match_float64(dtype: torch.dtype) -> None:
+    logits, targets = random_logits(3, 25, 99, dtype=dtype)
+    targets = torch.where(torch.arange(25) % 2 == 0, logits.argmax(-1), targets)
+    targets[1, 4], temperature = -100, torch.linspace(0.5, 2, 75).view(3, 25)
+    leaf = logits.requires_grad_()
+    found = token_logprob(leaf, targets, temperature=temperature, row_stats=ROW_STATS, implementation="triton")
+    assert not any(values.requires_grad or values[1, 4] for values in found.row_stats.values())
+    is_scored = targets != -100
+    scaled = (logits.detach().double() / temperature.double()[..., None])[is_scored]
+    assert_match_float64({name: x[is_scored] for name, x in found.row_stats.items()}, scaled, targets[is_scored])
+    found.logprob.sum().backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 24.0])
+def test_row_stats_of_hidden_states_match_float64(softcap: float | None) -> None:
+    hidden, weight, bias = whole_numbers(70, 9, 301)
+    logits = hidden.double() @ weight.double().T + bias.double()
+    targets = torch.where(torch.arange(70) % 2 == 0, logits.argmax(1), torch.arange(70))
+    found = linear_logprob(
+        hidden.requires_grad_(), weight, targets, bias=bias, softcap=softcap, temperature=0.8, row_stats=ROW_STATS,
+        implementation="rows",
+    )  # fmt: skip
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    assert_match_float64(found.row_stats, capped / 0.8, targets, reach=float(logits.abs().max()) / 0.8)
 
 
 def test_a_target_that_is_no_token_is_found_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

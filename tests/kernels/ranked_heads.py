@@ -23,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels import vocab_shard
 from rlcore.kernels.linear.head import LinearHead
+from rlcore.kernels.row_stats import ROW_STATS
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, sequence_level
 from tests.accuracy import assert_as_accurate, assert_within_rounding
 from tests.kernels.plain import assert_equal_in_float64, doubled
@@ -108,6 +109,23 @@ def test_log_probabilities_are_those_of_one_process(
         return
     for sides in zip(found, want, results(*doubled(*whole)), strict=True):
         assert_as_accurate(*sides)
+
+
+@each_split
+def test_row_stats_are_those_of_one_process(cuts: tuple[int, ...], options: dict[str, Any]) -> None:
+    whole = [x.detach().round().requires_grad_() for x in random_head()]  # so that many logits are equal
+    logits = whole[0].detach() @ whole[1].detach().T + whole[2].detach()
+    targets = torch.where(torch.arange(T, device=DEVICE) % 2 == 0, logits.argmax(1), random_targets())
+    targets[4] = -100
+
+    def found(hidden: Tensor, weight: Tensor, bias: Tensor, **way: Any) -> Mapping[str, Tensor]:
+        return linear_logprob(hidden, weight, targets, bias=bias, row_stats=ROW_STATS, **way, **options).row_stats
+
+    here, want = found(*parts_of(whole, cuts), group=group()), found(*whole, implementation="chunked")
+    assert torch.equal(here["is_top1"], want["is_top1"]) and 0 < int(want["is_top1"].sum()) < T
+    for name in ("sum_squares", "mean_logit"):
+        assert_equal_in_float64(here[name], want[name], terms=V + H, what=name)
+    assert not any(values.requires_grad or values[4] for values in here.values())
 
 
 def policy_loss(*, is_sequence_level: bool) -> Any:

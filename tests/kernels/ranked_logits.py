@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels.row_stats import ROW_STATS
 from rlcore.ops import token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_equal_in_float64
@@ -97,6 +98,22 @@ def test_shapes_that_do_not_flatten_and_ones_without_rows() -> None:
     scores = token_logprob(nothing, targets.flatten()[:0], with_entropy=True, group=group())
     (scores.logprob.sum() + scores.entropy.sum()).backward()
     assert scores.logprob.shape == (0,) and nothing.grad is not None
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=["plain", "entropy", "temperatures"])
+def test_row_stats_are_those_of_one_process(cuts: tuple[int, ...], options: dict[str, Any]) -> None:
+    whole, targets, own = random_logits(torch.float64).round(), random_targets(), slice(cuts[RANK], cuts[RANK + 1])
+    whole[..., 5] = whole[..., -1] = 50.0  # the largest, often of two ranks: the first counts
+    kind = torch.arange(L, device=DEVICE) % 3
+    targets = torch.where(targets < 0, targets, torch.where(kind == 0, 5, torch.where(kind == 1, V - 1, targets)))
+    leaf = whole[..., own].requires_grad_()
+    found = token_logprob(leaf, targets, group=group(), row_stats=ROW_STATS, **options).row_stats
+    want = token_logprob(whole, targets, implementation="reference", row_stats=ROW_STATS, **options).row_stats
+    assert torch.equal(found["is_top1"], want["is_top1"]) and 0 < int(want["is_top1"].sum()) < targets.numel()
+    for name in ("sum_squares", "mean_logit"):
+        assert_equal_in_float64(found[name], want[name], terms=V, what=name)
+    assert not any(values.requires_grad for values in found.values())
 
 
 def test_the_results_are_the_same_bits_on_every_rank() -> None:

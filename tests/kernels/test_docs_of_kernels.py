@@ -32,7 +32,7 @@ def test_the_code_of_the_page_runs() -> None:
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     whole = names["linear_logprob"](names["hidden"], names["weight"], names["targets"], with_entropy=True)
     exact = linear_scores(names["hidden"].double(), names["weight"].double(), targets=names["targets"])
     assert_as_accurate(list(names["found"]), list(whole), exact)

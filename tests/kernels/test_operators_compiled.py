@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +221,16 @@ def test_a_compiled_loss_function_is_compiled_inside_linear_loss() -> None:
     found = run(lambda *xs: model_and_loss(*xs, loss_fn=loss_fn), *inputs)
     assert_same(found, run(model_and_loss, *inputs))
     assert graphs.frame_count >= 1
+
+
+def test_graphs_break_alike_where_the_operators_were_imported_before_the_compiler(run_python: Any) -> None:
+    """In this file's own process the compiler comes first."""
+    result = run_python(
+        "import sys, pytest\n"
+        "import rlcore.kernels.linear.loss, rlcore.kernels.token.vocab_parallel\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        f"chosen = [{__file__!r}, '-k', 'one_graph_break or in_a_full_graph']\n"
+        "sys.exit(pytest.main(['-q', '--assert=plain', '-p', 'no:cacheprovider', *chosen]))",
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr

@@ -17,6 +17,23 @@ def test_importing_the_operators_loads_torch_only_when_one_is_used(run_python: A
     assert result.stdout.split() == ["False", "True"], result.stderr
 
 
+def test_operators_leave_torchs_compiler_alone(run_python: Any) -> None:
+    """It takes longer to load than torch, and eager code has no use for it."""
+    result = run_python(
+        "import sys, torch\n"
+        "from rlcore.ops import linear_logprob, linear_loss, ppo_clip, token_logprob\n"
+        "print('torch._dynamo' in sys.modules)\n"
+        "hidden, weight = (torch.randn(n, 4, requires_grad=True) for n in (6, 9))\n"
+        "targets, ones = torch.arange(6), torch.ones(6)\n"
+        "batch = {'old_logprobs': -ones, 'advantages': ones}\n"
+        "linear_loss(hidden, weight, targets, ppo_clip(), per_token=batch, token_weight=ones).loss.backward()\n"
+        "linear_logprob(hidden, weight, targets, with_entropy=True).logprob.sum().backward()\n"
+        "token_logprob(hidden @ weight.T, targets).logprob.sum().backward()\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    assert result.stdout.split() == ["False", "False"], result.stderr
+
+
 def test_every_public_name_exists_and_the_list_is_sorted() -> None:
     assert rlcore.ops.__all__ == sorted(rlcore.ops.__all__) == dir(rlcore.ops)
     for name in rlcore.ops.__all__:

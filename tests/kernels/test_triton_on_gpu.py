@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.kernels.dispatch import Query, choose
+from rlcore.kernels.row_stats import ROW_STATS
 from rlcore.ops import combine, entropy_bonus, kl, linear_logprob, linear_loss, ppo_clip, token_logprob
 from tests.accuracy import assert_as_accurate, assert_same_bits, assert_within_rounding
 from tests.kernels.plain import (
@@ -25,6 +26,7 @@ from tests.kernels.plain import (
     linear_scores,
     token_scores,
 )
+from tests.kernels.test_row_stats import assert_match_float64, whole_numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +85,20 @@ def test_rows_match_float64(V: int, dtype: torch.dtype) -> None:
     found = token_logprob(logits.requires_grad_(), targets, with_entropy=True, implementation="triton")
     (got,) = assert_scores_as_accurate(found, functools.partial(token_scores, targets=targets), [logits])
     assert not got[5].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_row_stats_match_float64(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(127, 4097, device="cuda") * 4).to(dtype)
+    targets = torch.where(torch.arange(127, device="cuda") % 2 == 0, logits.argmax(1), 3)
+    found = token_logprob(logits, targets, temperature=0.8, row_stats=ROW_STATS, implementation="triton").row_stats
+    assert_match_float64(found, logits.double() / 0.8, targets)
+    hidden, weight, bias = (x.to("cuda", dtype) for x in whole_numbers(127, 64, 301))
+    exact = hidden.double() @ weight.double().T + bias.double()
+    targets = torch.where(torch.arange(127, device="cuda") % 2 == 0, exact.argmax(1), 3)
+    found = linear_logprob(hidden, weight, targets, bias=bias, row_stats=ROW_STATS, implementation="rows").row_stats
+    assert_match_float64(found, exact, targets, reach=float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("T", [1, 65537])
