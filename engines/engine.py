@@ -20,9 +20,8 @@ from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
-from rlcore.engines.launchers.torchrun import num_hosts
 from rlcore.engines.offload.host_limits import physical_bytes
-from rlcore.engines.placement import choose_devices
+from rlcore.engines.placement import place_workers
 from rlcore.engines.residency import MOVE_TO, Move, Residency, State
 from rlcore.engines.runtime import current
 from rlcore.errors import DeviceError, InvalidInputError, RlcoreError, StateError, UnsupportedError
@@ -68,6 +67,7 @@ class Engine(ABC):
         colocate_with: Engine | Iterable[Engine] | None = None,
         not_colocate_with: Engine | Iterable[Engine] | None = None,
         acceptable_node_ips: Sequence[str] | None = None,
+        num_hosts: int | None = None,
         python: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
@@ -81,11 +81,15 @@ class Engine(ABC):
 
         Args:
             data_parallel_size: of an inference engine the replicas; -1 means as many as the devices hold.
-            launcher: "inline", "process" or "torchrun"; None follows ``rlcore.init``, then the number of workers.
-            devices: names of devices, of this host; None follows ``colocate_with``, ``rlcore.init``, ``get_device()``.
+            launcher: "inline", "process", "ray" or "torchrun"; None follows ``rlcore.init``, then the number of
+                workers.
+            devices: names of devices, under "ray" with their host, such as "host-a/cuda:0", else of this host; None
+                follows ``colocate_with``, then ``rlcore.init``, then ``get_device()``.
             colocate_with: share the devices of these engines, one engine computing at a time.
             not_colocate_with: avoid the devices of these engines.
-            acceptable_node_ips: hosts that workers may run on; one must be this host's, the only one so far.
+            acceptable_node_ips: addresses of the hosts that workers may run on; one must be this host's, except under
+                "ray".
+            num_hosts: under "ray" the number of hosts, with as many workers on each; None fills one after the other.
             python: another interpreter for the workers, such as "envs/vllm/bin/python", where this version of rlcore is
                 installed. Workers are sent plain data and import paths, and no code.
             onload: False leaves the engine in host memory until ``onload()``.
@@ -112,10 +116,14 @@ class Engine(ABC):
         owns_process, drives_replica = self._executor_class.owns_process, self._executor_class.drives_replica
         is_apart = owns_process or python is not None
         launcher = launcher or current().launcher
-        hosts = num_hosts(wanted) if launcher == "torchrun" else 1
-        places = hosts * choose_devices(
-            wanted and wanted // hosts,
-            *(devices, colocate_with, not_colocate_with, acceptable_node_ips),
+        places = place_workers(
+            launcher,
+            wanted,
+            devices=devices,
+            colocate_with=colocate_with,
+            not_colocate_with=not_colocate_with,
+            acceptable_node_ips=acceptable_node_ips,
+            num_hosts=num_hosts,
             group_size=tensor_parallel_size,
         )
         launcher = choose_launcher(
@@ -129,7 +137,7 @@ class Engine(ABC):
             start_workers,
             self._executor_class,
             self.label,
-            [device.name for device in places],
+            places,
             launcher=launcher,
             timeout_s=timeout_s,
             devices_each=tensor_parallel_size if drives_replica else 1,

@@ -14,9 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlcore.device import Device
+from rlcore.engines.launchers.base import Host
+from rlcore.engines.launchers.ray.placement import Wishes, assign
+from rlcore.engines.launchers.torchrun import num_hosts as hosts_of_world
 from rlcore.engines.runtime import current
 from rlcore.errors import DeviceError, InvalidInputError, StateError
-from rlcore.registry import get_device
+from rlcore.registry import get_device, launch, launcher_class, launcher_names
+from rlcore.settings import named_device
 
 
 class PlacedEngine(Protocol):
@@ -31,6 +35,63 @@ class PlacedEngine(Protocol):
     @property
     def devices(self) -> list[str]:
         """The names of the devices that its workers hold."""
+
+
+def place_workers(
+    launcher: str | None,
+    num_workers: int | None,
+    *,
+    devices: str | Sequence[str] | None = None,
+    colocate_with: PlacedEngine | Iterable[PlacedEngine] | None = None,
+    not_colocate_with: PlacedEngine | Iterable[PlacedEngine] | None = None,
+    acceptable_node_ips: Sequence[str] | None = None,
+    num_hosts: int | None = None,
+    group_size: int = 1,
+) -> list[str]:
+    """Return the names of one device for each worker, on the launcher's hosts if it has any; see ``choose_devices``.
+
+    Args:
+        num_hosts: as many hosts, with the same number of workers each; None fills one host after the other.
+    """
+    hosts = launcher_class(launcher).hosts() if launcher in launcher_names() else ()
+    if not hosts:
+        if num_hosts not in (None, 1):
+            raise InvalidInputError(f"num_hosts={num_hosts!r} needs a launcher with several hosts: launcher='ray'")
+        repeats = hosts_of_world(num_workers) if launcher == "torchrun" else 1
+        found = choose_devices(
+            num_workers and num_workers // repeats,
+            *(devices, colocate_with, not_colocate_with, acceptable_node_ips),
+            group_size=group_size,
+        )
+        return repeats * [device.name for device in found]
+    if devices is not None and colocate_with is not None:
+        raise InvalidInputError("build() takes devices or colocate_with, not both")
+    shared = None if colocate_with is None else tuple(_held_by(colocate_with, "colocate_with"))
+    named = current().devices if devices is None and shared is None else None
+    if devices is not None:
+        named = tuple(_listed(devices))
+    kind = _kind_on(hosts)
+    wishes = Wishes(
+        kind=kind,
+        is_host_kind=launch(kind).spec.is_host,
+        num_workers=num_workers,
+        group_size=group_size,
+        devices=named,
+        is_exact=devices is not None,
+        shared=shared,
+        held=_held_by(not_colocate_with, "not_colocate_with"),
+        addresses=acceptable_node_ips,
+        num_hosts=num_hosts,
+    )
+    return assign(hosts, wishes)
+
+
+def _kind_on(hosts: Sequence[Host]) -> str:
+    """Return ``RLCORE_DEVICE``, else the first kind of which a host has one; hosts name the best kind first."""
+    if named := named_device():
+        return named.partition(":")[0]
+    kinds = [kind for host in hosts for kind, count in host.counts.items() if count]
+    return next((kind for kind in kinds if not launch(kind).spec.is_host), kinds[0])
 
 
 def choose_devices(

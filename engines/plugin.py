@@ -16,4 +16,5 @@ def rlcore_register_executors(register: RegisterExecutor) -> None:
 def rlcore_register_launchers(register: RegisterLauncher) -> None:
     register("inline", "rlcore.engines.launchers.inline:InlineLauncher")
     register("process", "rlcore.engines.launchers.process:ProcessLauncher")
+    register("ray", "rlcore.engines.launchers.ray.launcher:RayLauncher")
     register("torchrun", "rlcore.engines.launchers.torchrun:TorchrunLauncher")

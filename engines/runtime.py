@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlcore.engines.launchers.launch import choose_launcher
+from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.errors import InvalidInputError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
@@ -36,25 +37,39 @@ def init(
     launcher: str | None = None,
     log: str | None = None,
     debug: str | None = None,
+    *,
+    address: str | None = None,
+    insecure_cluster: bool = False,
 ) -> Runtime:
     """Set the defaults of this process and check that the devices can be had.
 
     Args:
         devices: names such as "cuda:0"; None keeps the rule of ``get_device()``.
-        launcher: "inline" runs workers in this process, "process" in a child for each device, "torchrun" joins the
-            world this process was started in; None decides by the number of workers.
+        launcher: "inline" runs workers in this process, "process" in a child for each device, "ray" on the hosts of a
+            Ray cluster, "torchrun" joins the world this process was started in; None decides by the number of workers.
         log: level of rlcore's log on stderr: DEBUG, INFO, WARNING or ERROR; None leaves logging alone.
         debug: as ``RLCORE_DEBUG``.
+        address: of a Ray cluster, "auto" for the one of this host; the launcher is "ray" then. Without one "ray" starts
+            a cluster of this host alone, which goes with the program.
+        insecure_cluster: accept a Ray cluster that lets everybody in who reaches its ports.
 
     Raises:
         InvalidInputError: an unknown launcher, level or debug mode.
+        MissingDependencyError: Ray is not installed.
         DeviceError: a device that is unknown or not available.
     """
     global _current  # noqa: PLW0603 - the one process-wide default, set by the user
     names = (devices,) if isinstance(devices, str) else tuple(devices) if devices is not None else None
+    if address is not None:
+        if launcher not in (None, "ray"):
+            raise InvalidInputError(f"address is that of a Ray cluster, for launcher='ray', got launcher={launcher!r}")
+        launcher = "ray"
     runtime = Runtime(devices=names, launcher=launcher)
-    for name in names or ():
-        get_device(name)
+    if launcher == "ray":
+        connect(address, is_insecure=insecure_cluster)
+    else:
+        for name in names or ():
+            get_device(name)
     if log is not None:
         _log_to_stderr(log)
     if debug is not None:

@@ -132,11 +132,25 @@ def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
     Raises:
         InvalidInputError: the bytes are something else.
     """
-    name, shape, values = decode(data, tuple[str, tuple[int, ...], bytes], "tensor", error=InvalidInputError)
+    name, shape, values = decode(data, tuple[str, tuple[int, ...], memoryview], "tensor", error=InvalidInputError)
+    return new_tensor(name, shape, values)
+
+
+def new_tensor(name: str, shape: tuple[int, ...], values: bytes | memoryview) -> Tensor:
+    """Return a tensor of these values, in memory of its own.
+
+    Args:
+        name: of the dtype, as ``dtype_name`` gives it.
+
+    Raises:
+        InvalidInputError: there is no such dtype, or it and the shape make another number of bytes.
+    """
     dtype: Any = getattr(torch, name, None)
     is_kind = isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0
     if not is_kind or math.prod(shape) * dtype.itemsize != len(values):
         raise InvalidInputError(f"these {len(values)} bytes are no {name} of shape {shape}")
-    flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
-    # A clone, as torch cannot resize the storage of a buffer that Python owns.
-    return flat.view(dtype).view(shape).clone()
+    # Torch cannot resize the storage of a buffer that Python owns, so that the bytes are copied into one of its own.
+    flat = torch.empty(len(values), dtype=torch.uint8)
+    if len(values):  # of an empty tensor there are no bytes to write to
+        host_bytes(flat).cast("B")[:] = values
+    return flat.view(dtype).view(shape)

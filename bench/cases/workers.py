@@ -7,11 +7,11 @@ are, in the same run: what is left is rlcore's part.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from rlcore.bench.cases.timing import Measured, median_time, self_timed
 from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.process.python_command import python_code
 
@@ -33,9 +34,14 @@ _BARE = "import torch; print(torch.__version__, flush=True)"
 
 
 @contextlib.contextmanager
-def worker_processes(worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S) -> Iterator[WorkerGroup]:
-    """Worker processes that live as long as a measurement."""
-    group = start_workers(worker_class, "the bench", device_names, launcher="process", timeout_s=timeout_s)
+def worker_processes(
+    worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S, *, launcher: str = "process"
+) -> Iterator[WorkerGroup]:
+    """Worker processes that live as long as a measurement; "ray" starts a cluster of this host for all of them."""
+    if launcher == "ray":
+        host = connect().hosts()[0].name
+        device_names = [f"{host}/{name}" for name in device_names]
+    group = start_workers(worker_class, "the bench", device_names, launcher=launcher, timeout_s=timeout_s)
     try:
         yield group
     finally:
@@ -70,44 +76,47 @@ class _Echo:
         pass
 
 
-def _prepare_call(device: Device) -> Work:
+def _prepare_call(launcher: str, device: Device) -> Work:
     def run() -> Measured:
-        with worker_processes(_Echo, [device.name]) as group:
+        with worker_processes(_Echo, [device.name], launcher=launcher) as group:
             return Measured(*median_time(1000, lambda: ask(group, "echo", 7), warm_up=_WARM_UP))
 
-    return Work((self_timed("process", run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
+    return Work((self_timed(launcher, run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
 
 
 def _check_echo(answer: int) -> None:
     expect(answer == 7, f"7 came back as {answer!r}")
 
 
-def _prepare_sending(device: Device) -> Work:
+def _prepare_sending(launcher: str, device: Device) -> Work:
     tensor = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
 
     def check(arrived: tuple[int, float, float]) -> None:
         expected = (tensor.numel(), float(tensor[0]), float(tensor[-1]))
         expect(arrived == expected, f"{arrived} arrived, not {expected}")
 
-    return _tensor_work(device, lambda group: ask(group, "take", tensor), check)
+    return _tensor_work(launcher, device, lambda group: ask(group, "take", tensor), check)
 
 
-def _prepare_receiving(device: Device) -> Work:
+def _prepare_receiving(launcher: str, device: Device) -> Work:
     def check(answer: Tensor) -> None:
         expected = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
         expect(torch.equal(answer, expected), "another tensor came back")
 
-    return _tensor_work(device, lambda group: ask(group, "give"), check)
+    return _tensor_work(launcher, device, lambda group: ask(group, "give"), check)
 
 
-def _tensor_work(device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]) -> Work:
+def _tensor_work(
+    launcher: str, device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]
+) -> Work:
     def run() -> Measured:
-        with worker_processes(_Echo, [device.name]) as group:
+        with worker_processes(_Echo, [device.name], launcher=launcher) as group:
             ask(group, "make", _TENSOR_BYTES // 4)
             answer, seconds = median_time(10, lambda: call(group), warm_up=_WARM_UP)
             return Measured(answer, seconds, {"throughput": Quantity(_TENSOR_BYTES / seconds, "byte/s")})
 
-    return Work((self_timed("shared_memory", run, check),), {"bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
+    way = "shared_memory" if launcher == "process" else launcher
+    return Work((self_timed(way, run, check),), {"bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
 
 
 def _bare_imports_s(number: int) -> float:
@@ -141,17 +150,31 @@ def _prepare_start(num_workers: int, device: Device) -> Work:
 
 
 cases = (
-    Case("workers/call", "a call of a worker process and its answer", _prepare_call),
-    Case("workers/send", "a 256 MiB tensor as an argument of a worker process", _prepare_sending),
-    Case("workers/receive", "a 256 MiB tensor as the answer of a worker process", _prepare_receiving),
+    *(
+        case
+        for launcher, prefix, whose in (("process", "", "a worker process"), ("ray", "ray_", "a worker under Ray"))
+        for case in (
+            Case(f"workers/{prefix}call", f"a call of {whose} and its answer", partial(_prepare_call, launcher)),
+            Case(
+                f"workers/{prefix}send",
+                f"a 256 MiB tensor as an argument of {whose}",
+                partial(_prepare_sending, launcher),
+            ),
+            Case(
+                f"workers/{prefix}receive",
+                f"a 256 MiB tensor as the answer of {whose}",
+                partial(_prepare_receiving, launcher),
+            ),
+        )
+    ),
     Case(
         "workers/start_1",
         "one worker process until it answers, beside a bare import of torch",
-        functools.partial(_prepare_start, 1),
+        partial(_prepare_start, 1),
     ),
     Case(
         "workers/start_4",
         "four worker processes at once until all answer, beside four bare imports of torch",
-        functools.partial(_prepare_start, 4),
+        partial(_prepare_start, 4),
     ),
 )

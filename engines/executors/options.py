@@ -16,6 +16,7 @@ BUILD_OPTIONS = (
     "colocate_with",
     "not_colocate_with",
     "acceptable_node_ips",
+    "num_hosts",
     "python",
     "tensor_parallel_size",
     "data_parallel_size",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,11 +40,30 @@ class LaunchOptions:
     """Path of another interpreter for the workers; "" is the user's own."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine on which a launcher can start workers. Its devices have names such as "host-a/cuda:0"."""
+
+    name: str
+    address: str
+    """Its IP address."""
+    counts: Mapping[str, int]
+    """The number of its devices of each kind: {"cuda": 8, "cpu": 64}."""
+
+
 class Launcher(ABC):
     """Starts workers. A launcher is made for each start, and keeps nothing."""
 
     gives_processes: ClassVar[bool] = False
     """Workers can have processes of their own, apart from the user's."""
+
+    @classmethod
+    def hosts(cls) -> Sequence[Host]:
+        """Return the hosts on which workers can run.
+
+        None: they run on the host of the user's process, whose devices have names without a host, such as "cuda:0".
+        """
+        return ()
 
     @abstractmethod
     def start(

@@ -12,13 +12,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from rlcore.engines.launchers.pickled_calls import one_call
 from rlcore.engines.launchers.states import state_of_worker
 from rlcore.engines.launchers.worker import CurrentCall, WorkerHandle
 from rlcore.errors import StateError, WorkerDiedError, WorkerTimeoutError, first_line
-from rlcore.process.status import state_of
 
 _GRACE_S = 5.0
 """After one worker failed, others may wait for it in a collective: how long they get to end by themselves."""
@@ -37,6 +36,15 @@ _Inbox = queue.SimpleQueue["Future[Any] | Callable[[], None]"]
 """The answers that come back during a call, in order: futures that have ended, and a function for each event."""
 
 
+class Meeting(Protocol):
+    """A place through which workers find each other, until it is removed or dropped."""
+
+    path: str
+
+    @property
+    def remove(self) -> Callable[[], object]: ...
+
+
 class WorkerGroup:
     """All workers of an executor, by rank. They end when nothing refers to the group any more."""
 
@@ -48,6 +56,8 @@ class WorkerGroup:
         self._owner = os.getpid()
         self._broken_by: BaseException | None = None
         self._kept: list[object] = []
+        self.meet: Callable[[], Meeting] | None = None
+        """Makes a place where these workers and others find each other, on whatever host; None: they share folders."""
         self._abandoned = weakref.finalize(self, _abandon, self.workers, store, self._owner)
 
     def call(
@@ -141,7 +151,7 @@ class WorkerGroup:
                 present = self._present(futures)
                 if any(current.remaining_s <= 0 for current in present.values()):
                     raise self._timeout(method, present, futures) from None
-                if not any(state_of(self.workers[rank].process_id) == "T" for rank in present):
+                if not any(self.workers[rank].is_stopped for rank in present):
                     running_until = time.monotonic()
                 elif ends_stopped and time.monotonic() - running_until > STOP_S:
                     raise self._timeout(method, present, futures, STOP_S) from None

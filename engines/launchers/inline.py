@@ -109,6 +109,10 @@ class InlineWorker:
     def process(self) -> str:
         return process_name(os.getpid())
 
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
     def ask_to_stop(self) -> None:
         """End it."""
         try:

@@ -51,6 +51,13 @@ def _print(line: str, out: TextIO) -> None:
 
 
 _merger = LogMerger(lambda: sys.stderr)
+PrintLine = Callable[[str, str, str], None]
+"""Takes the label of a process, a line that it has printed, and the character that ended the line."""
+
+
+def print_line(label: str, text: str, end: str) -> None:
+    """Print a line on the user's stderr, as ``LogMerger`` does."""
+    _merger.line(label, text, end)
 
 
 class LogForwarder:
@@ -60,9 +67,9 @@ class LogForwarder:
         cause_of_abort: the error of C++ that nobody caught, which ends a process by SIGABRT; "" until there is one.
     """
 
-    def __init__(self, process: Popen[bytes], label: Callable[[], str]) -> None:
+    def __init__(self, process: Popen[bytes], label: Callable[[], str], print_line: PrintLine = print_line) -> None:
         self.cause_of_abort = ""
-        self._process, self._label = process, label
+        self._process, self._label, self._print_line = process, label, print_line
         self._thread = threading.Thread(target=self._forward, name="rlcore-logs", daemon=True)
         self._thread.start()
 
@@ -86,7 +93,7 @@ class LogForwarder:
         text = data.decode(errors="replace")
         if text.startswith(_UNCAUGHT):
             self.cause_of_abort = text.removeprefix(_UNCAUGHT).strip()
-        _merger.line(self._label(), text, end)
+        self._print_line(self._label(), text, end)
 
 
 def _lines(data: bytes) -> Iterator[Any]:

@@ -9,14 +9,15 @@ import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
 from rlcore.engines.launchers.group import WorkerGroup, sending
 from rlcore.engines.launchers.messages import Kind, WorkerReference
+from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.runtime_files import new_store
 from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
-from rlcore.engines.launchers.worker_process import PendingCall, joining, process_for
+from rlcore.engines.launchers.worker_process import joining, process_for
 from rlcore.errors import InvalidInputError, WorkerDiedError
 from rlcore.process.network_interface import INTERFACE_VARIABLES, without_chosen
 from rlcore.registry import get_device, launch
@@ -39,7 +40,7 @@ class ProcessLauncher(Launcher):
         try:
             with sending:
                 for rank, placement in enumerate(placements):
-                    local, order = _in_front(placement.devices) if options.owns_process else ("", {})
+                    local, order = in_front(placement.devices) if options.owns_process else ("", {})
                     context = WorkerContext(
                         options.engine,
                         rank,
@@ -50,7 +51,7 @@ class ProcessLauncher(Launcher):
                         local,
                         group.store,
                     )
-                    group.workers.append(ProcessWorker(worker_class, context, environment | order, options))
+                    group.workers.append(_started(worker_class, context, environment | order, options))
             group.wait_until_started([worker.started for worker in group.workers])
         except BaseException:  # Ctrl-C too: no worker is left
             group.stop()
@@ -69,7 +70,7 @@ def worker_environment(device_names: list[str], *, owns_process: bool) -> dict[s
     return environment
 
 
-def _in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+def in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """Return the name of the first of these devices in a process that numbers them first, and the variable for that.
 
     The process sees the other devices too, after these: memory that it reads may lie on them.
@@ -82,24 +83,76 @@ def _in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     return (f"{kind}:0" if order else ""), order
 
 
+def _started(
+    worker_class: type[Any], context: WorkerContext, environment: dict[str, str], options: LaunchOptions
+) -> ProcessWorker:
+    with joining:
+        owner = owner_of(context) if options.owns_process else ""
+        process = process_for(context.device_name, environment, owner, options.python)
+        number, started = process.start(worker_class, context, options.timeout_s)
+    return ProcessWorker(worker_class, context, options.timeout_s, process, number=number, started=started)
+
+
+def owner_of(context: WorkerContext) -> str:
+    """Return the name of a worker that has a process of its own."""
+    return f"worker {context.rank} of engine {context.number}"
+
+
+class HostedProcess(Protocol):
+    """The process of workers, a child of this one or on another host; ``WorkerProcess`` says what each member does."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    @property
+    def current(self) -> CurrentCall | None: ...
+
+    def prepare(
+        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: PendingCall
+    ) -> Callable[[], Future[Any]]: ...
+
+    def cancel(self, answer: Future[Any]) -> None: ...
+
+    def stack(self) -> str: ...
+
+    def forget(self, worker: int) -> None: ...
+
+    def kill(self, because: str) -> None: ...
+
+    def join(self, timeout_s: float) -> bool: ...
+
+
 class ProcessWorker:
-    """A worker in a child process."""
+    """A worker that has been sent to a process of workers.
+
+    Args:
+        number: of the worker in its process.
+        started: ends when the worker is ready.
+    """
 
     def __init__(
         self,
         worker_class: type[Any],
         context: WorkerContext,
-        environment: dict[str, str],
-        options: LaunchOptions,
+        timeout_s: float,
+        process: HostedProcess,
+        *,
+        number: int,
+        started: Future[Any],
     ) -> None:
         self.context = context
+        self.started = started
         self._worker_class: Any = worker_class
-        self._timeout_s = options.timeout_s
+        self._timeout_s = timeout_s
         self._closed: Future[Any] | None = None
-        with joining:
-            owner = f"worker {context.rank} of engine {context.number}" if options.owns_process else ""
-            self._process = process_for(context.device_name, environment, owner, options.python)
-            self._number, self.started = self._process.start(worker_class, context, options.timeout_s)
+        self._process = process
+        self._number = number
 
     @property
     def process_id(self) -> int:
@@ -108,6 +161,10 @@ class ProcessWorker:
     @property
     def process(self) -> str:
         return self._process.name
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._process.is_stopped
 
     @property
     def current(self) -> CurrentCall | None:
@@ -128,7 +185,7 @@ class ProcessWorker:
         kind: Kind = "call",
     ) -> Callable[[], Future[Any]]:
         sent = [WorkerReference(arg._number) if isinstance(arg, ProcessWorker) else arg for arg in args]
-        pending = PendingCall(self.context, method, timeout_s, _returned(self._worker_class, method), on_event)
+        pending = PendingCall(self.context, method, timeout_s, returned_type(self._worker_class, method), on_event)
         return self._process.prepare(kind, self._number, (sent, dict(kwargs)), pending)
 
     def cancel(self, answer: Future[Any]) -> None:
@@ -160,7 +217,7 @@ class ProcessWorker:
 
 
 @functools.cache
-def _returned(worker_class: Any, method: str) -> Any:
+def returned_type(worker_class: Any, method: str) -> Any:
     """Return the annotated type of a worker method's result: the contract by which its answer is decoded.
 
     It is a base class's where an override leaves the annotation out.

@@ -114,6 +114,10 @@ class WorkerHandle(Protocol):
     def process(self) -> str:
         """The ``process_name`` of the worker's process. Workers of one process can work on each other's tensors."""
 
+    @property
+    def is_stopped(self) -> bool:
+        """The process is known to be stopped (SIGSTOP)."""
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of the worker, or of one of its attributes ("module.step"); calls run in their order.
 

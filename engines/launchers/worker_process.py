@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import itertools
 import logging
 import os
@@ -22,24 +21,20 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rlcore.engines.launchers import running
-from rlcore.engines.launchers.answers import load_answer
-from rlcore.engines.launchers.failures import WorkerFailure, raised
 from rlcore.engines.launchers.interpreter import environment_for
-from rlcore.engines.launchers.logs import LogForwarder
+from rlcore.engines.launchers.logs import LogForwarder, PrintLine, print_line
 from rlcore.engines.launchers.messages import Kind, MessageHead
+from rlcore.engines.launchers.pending_calls import PendingCall, PendingCalls
 from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 from rlcore.engines.launchers.plain_calls import dump_plain_call
 from rlcore.engines.launchers.runtime_files import record_name
 from rlcore.engines.launchers.states import GONE, STOPPED
 from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
-from rlcore.errors import InvalidInputError, WorkerDiedError
+from rlcore.errors import WorkerDiedError
 from rlcore.process.endings import crash_report, how_it_ended
 from rlcore.process.guard import FAMILY
 from rlcore.process.memory_kills import MemoryKills
@@ -65,32 +60,27 @@ joining = threading.RLock()
 """Held while workers join or leave a child, so that none joins one that is about to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCall:
-    """A call that has not been answered."""
-
-    context: WorkerContext
-    method: str
-    timeout_s: float
-    expected: Any = None
-    on_event: Callable[[Any], None] | None = None
-    future: Future[Any] = field(default_factory=Future)
-
-
 class WorkerProcess:
     """A child process, its socket, and the calls it has not answered yet.
 
     Args:
         python: another interpreter that runs it; "" is this one.
+        print_line: takes each line that it prints.
     """
 
-    def __init__(self, device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> None:
+    def __init__(
+        self,
+        device_name: str,
+        environment: dict[str, str],
+        owner: str = "",
+        python: str = "",
+        print_line: PrintLine = print_line,
+    ) -> None:
         self.device_name = device_name
         self._key = device_name, owner, python
         self._dump_call = dump_plain_call if python else dump_pickled_call
         self.parent = os.getpid()
-        self._pending: dict[int, PendingCall] = {}  # in the order in which they run: the first runs now
-        self._first_since = 0.0
+        self._calls = PendingCalls()
         self._is_gone = False
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -117,7 +107,7 @@ class WorkerProcess:
             running.announce(self._runtime, self.pid, device_name, [])
             undo.pop_all()
         self._channel = TensorChannel(ours, MessageHead)
-        self._logs = LogForwarder(self._popen, lambda: self._label)
+        self._logs = LogForwarder(self._popen, lambda: self._label, print_line)
         self._receiver = self._thread(self._receive)
         self._transmitter = self._thread(self._transmit)
         self._thread(self._watch)
@@ -150,17 +140,25 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
+    @property
+    def is_stopped(self) -> bool:
+        return state_of(self.pid) == "T"
+
     # ---------------------------------------------------------------------------------------------- calls
 
     def start(self, worker_class: Any, context: WorkerContext, timeout_s: float) -> tuple[int, Future[Any]]:
         """Start a worker in this process; return its number, and a future that ends when it is ready."""
-        number = next(self._numbers)
-        self._label = f"{context.rank} {self.device_name}"
+        number = self.new_worker(context)
         pending = PendingCall(context, "start", timeout_s)
-        call = self.prepare("start", number, ((worker_class, context), {}), pending)
+        return number, self.prepare("start", number, ((worker_class, context), {}), pending)()
+
+    def new_worker(self, context: WorkerContext) -> int:
+        """Return the number of another worker of this process, which is to be started."""
+        number = next(self._numbers)
+        self._label = f"{context.rank} {context.device_name}"
         self._engines[number] = context.engine
         self._announce()
-        return number, call()
+        return number
 
     def _announce(self) -> None:
         with self._lock:  # what is written after the process was seen to end would stay
@@ -173,33 +171,24 @@ class WorkerProcess:
     ) -> Callable[[], Future[Any]]:
         """Return a function that queues the call. Its tensors must not change until it is answered."""
         body, tensors = self._dump_call((pending.method, *arguments))
-        return lambda: self._queue(kind, worker, body, tensors, pending)
+        return lambda: self.queue(kind, worker, body, tensors, pending)
 
-    def _queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: PendingCall) -> Future[Any]:
-        with self._lock:
-            if self._is_gone:
-                pending.future.set_exception(self._death(pending, has_begun=False))
-                return pending.future
-            call = next(self._numbers)
-            if not self._pending:
-                self._first_since = time.monotonic()
-            self._pending[call] = pending
-        self._outgoing.put((MessageHead(kind, call, worker), body, tensors))
+    def queue(self, kind: Kind, worker: int, body: bytes, tensors: list[Any], pending: PendingCall) -> Future[Any]:
+        """Send a call whose arguments are encoded. The tensors must not change until it is answered."""
+        call = self._calls.add(pending)
+        if call is None:
+            pending.future.set_exception(self._death(pending, has_begun=False))
+        else:
+            self._outgoing.put((MessageHead(kind, call, worker), body, tensors))
         return pending.future
 
     @property
     def current(self) -> CurrentCall | None:
-        with self._lock:
-            first = next(iter(self._pending.values()), None)
-            if first is None:
-                return None
-            return CurrentCall(first.context.engine, first.method, first.timeout_s, self._first_since, first.future)
+        return self._calls.current
 
     def cancel(self, answer: Future[Any]) -> None:
         """Tell the child that nobody waits for this call any more; the call is still answered."""
-        with self._lock:
-            found = [call for call, pending in self._pending.items() if pending.future is answer]
-        for call in found:
+        for call in self._calls.numbers_of(answer):
             self._outgoing.put((MessageHead("cancel", call), b"", []))
 
     def _transmit(self) -> None:
@@ -211,43 +200,18 @@ class WorkerProcess:
             except ConnectionError:  # the child is gone: _receive tells every caller
                 pass
             except Exception as error:  # no memory or descriptor for the tensors: the caller's to see
-                self._fail(head.call, error)
+                self._calls.fail(head.call, error)
             del message, body, tensors
 
     def _receive(self) -> None:
         try:
             while (message := self._channel.receive()) is not None:
                 head, body, tensors = message
-                settle = functools.partial(_settle, kind=head.kind, body=body, tensors=tensors)
-                if head.kind == "event":
-                    self._event(head.call, settle)
-                else:
-                    self._take(head.call, settle)
-                del message, head, body, tensors, settle  # what the user drops is free at once
+                self._calls.settle(head.call, head.kind, body, tensors)
+                del message, head, body, tensors  # what the user drops is free at once
         except Exception as error:  # such as no descriptor left for a tensor: what follows cannot be read either
             self.kill(f"its answer could not be received: {type(error).__name__}: {error}")
         self._clean_up()
-
-    def _event(self, call: int, settle: Callable[[PendingCall], None]) -> None:
-        with self._lock:
-            pending = self._pending.get(call)
-        if pending is None:  # its caller has had an error
-            return
-        try:
-            settle(pending)
-        except Exception as error:  # what cannot be decoded, or the listener's own
-            self._fail(call, error)
-
-    def _fail(self, call: int, error: Exception) -> None:
-        self._take(call, lambda pending: pending.future.set_exception(error))
-
-    def _take(self, call: int, settle: Callable[[PendingCall], None]) -> None:
-        """Settle a call, once."""
-        with self._lock:
-            pending = self._pending.pop(call, None)
-            self._first_since = time.monotonic()
-        if pending is not None:
-            settle(pending)
 
     def _watch(self) -> None:
         self._popen.wait()
@@ -264,11 +228,11 @@ class WorkerProcess:
             self._last_stack = crash_report(self._stack_file())
             self._is_gone = True
             os.close(self._stacks)
-            left, self._pending = self._pending, {}
+            left = self._calls.end()
         self._channel.close()
         self._runtime.remove(record_name(self.pid))
         self._runtime.close()
-        for pending in left.values():
+        for pending in left:
             pending.future.set_exception(self._death(pending))
 
     def _death(self, pending: PendingCall, *, has_begun: bool = True) -> WorkerDiedError:
@@ -276,7 +240,11 @@ class WorkerProcess:
         if self._logs.cause_of_abort:
             how += f" ({self._logs.cause_of_abort})"
         error = WorkerDiedError(
-            rank=pending.context.rank, device=self.device_name, method=pending.method, how=how, has_begun=has_begun
+            rank=pending.context.rank,
+            device=pending.context.device_name,
+            method=pending.method,
+            how=how,
+            has_begun=has_begun,
         )
         if os.strerror(errno.EMFILE) in self._logs.cause_of_abort:
             error.add_note(_NO_DESCRIPTORS)
@@ -340,6 +308,10 @@ class WorkerProcess:
         """Wait for its end if it is to end; return False if it still runs then."""
         if self._engines:  # other workers keep it
             return True
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended and all that it wrote is printed; return False if it still runs then."""
         self._receiver.join(timeout_s)
         if self._receiver.is_alive():
             return False
@@ -347,29 +319,17 @@ class WorkerProcess:
         return True
 
 
-def _settle(pending: PendingCall, kind: Kind, body: bytes, tensors: list[Any]) -> None:
-    if kind == "event":
-        if pending.on_event is not None:
-            pending.on_event(load_answer(body, tensors, Any))
-    elif kind == "error":
-        failure = msgspec.msgpack.decode(body, type=WorkerFailure)
-        pending.future.set_exception(raised(failure, pending.context, pending.method))
-    else:
-        try:
-            value = load_answer(body, tensors, pending.expected)
-        except Exception as error:  # whatever msgspec says of an annotation, or of an answer unlike it
-            pending.future.set_exception(
-                InvalidInputError(f"{pending.method}() is annotated to return {pending.expected}: {error}")
-            )
-        else:
-            pending.future.set_result(value)
-
-
-def process_for(device_name: str, environment: dict[str, str], owner: str = "", python: str = "") -> WorkerProcess:
+def process_for(
+    device_name: str,
+    environment: dict[str, str],
+    owner: str = "",
+    python: str = "",
+    print_line: PrintLine = print_line,
+) -> WorkerProcess:
     """Return the child for a device, or for one worker of it; start it with ``environment`` if there is none."""
     key = device_name, owner, python
     if key not in _processes or not _processes[key].is_alive:
-        _processes[key] = WorkerProcess(device_name, environment, owner, python)
+        _processes[key] = WorkerProcess(device_name, environment, owner, python, print_line)
     return _processes[key]
 
 

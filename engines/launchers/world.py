@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from rlcore.collectives.gloo_listener import GlooListener
 from rlcore.device import Device
+from rlcore.engines.launchers.ray.places import is_on_board
 
 _NAMES_EACH = 1_000_000
 """Torch names groups by counting. Names must agree among ranks and differ within a process, so that each world counts
@@ -35,7 +36,7 @@ class Member(Protocol):
 
     @property
     def store(self) -> str:
-        """A folder through which the ranks find each other; "" in a world of torchrun."""
+        """A folder, or a place on the board, through which the ranks find each other; "" in a world of torchrun."""
 
     @property
     def device(self) -> Device: ...
@@ -56,6 +57,8 @@ class World:
         """The groups of this world whose listeners are closed."""
         self._count = 0
         self._num_made = 0
+        self._stores: list[Any] = []
+        """Stores that are written in Python: torch keeps but the part of them that is in C++."""
 
     @contextlib.contextmanager
     def in_place(self, member: Member) -> Iterator[None]:
@@ -124,6 +127,11 @@ class World:
         if member.joins_torchrun:
             store, _, _ = next(dist.rendezvous("env://", member.rank, member.world_size, timeout=timeout))
             return dist.PrefixStore(f"rlcore/{member.number}/{self._num_made}", store)
+        if is_on_board(member.store):
+            from rlcore.engines.launchers.ray.store import BoardStore
+
+            self._stores.append(BoardStore(f"{member.store}/{self._num_made}", timeout.total_seconds()))
+            return self._stores[-1]
         store = dist.FileStore(f"{member.store}/{self._num_made}", member.world_size)
         store.set_timeout(timeout)
         return store
@@ -138,3 +146,4 @@ class World:
         for group in reversed(groups):
             if group in process_groups():  # a library may have destroyed its own
                 dist.destroy_process_group(group)
+        self._stores = []

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlcore.errors import DeviceError
+
 _EXACT = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "=", "HCCL_SOCKET_IFNAME": "="}
 """The libraries' variables, and what stands before a whole name: NCCL and HCCL take others that begin so otherwise."""
 INTERFACE_VARIABLES = tuple(_EXACT)
@@ -37,6 +39,20 @@ def use_interface_of(address: str) -> None:
         for variable, exact in _EXACT.items():
             if variable not in os.environ:
                 os.environ[variable] = _chosen[variable] = exact + name
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Return the variables by which a process uses the interface of this host's address.
+
+    Raises:
+        DeviceError: no interface of this host has the address.
+    """
+    name = interface_of(address)
+    if not name:
+        raise DeviceError(
+            f"no network interface of {socket.gethostname()} has the address {address}, at which other hosts reach it"
+        )
+    return {variable: exact + name for variable, exact in _EXACT.items()}
 
 
 def without_chosen(environment: Mapping[str, str]) -> dict[str, str]:

@@ -205,7 +205,7 @@ PLANTED = [
     Planted(3, the_first_rank_is_blamed, "train", "stop", "4", "blames another"),
     Planted(4, listeners_take_strangers, "train", "connections", "0", "no error was promised, and WorkerDied", True),
     Planted(4, limits_are_not_raised, "train", "connections", "0", "may have 1024 descriptors, and could have", True),
-    Planted(5, a_mixture_is_served, "sync", "kill", "228", "neither its old weights nor the new ones"),
+    Planted(5, a_mixture_is_served, "sync", "kill", "220", "neither its old weights nor the new ones"),
     Planted(6, a_death_is_an_earlier_failure, "save_in_background", "kill", "0", "the error (blames another|does not)"),
     Planted(6, close_waits_for_a_save, "close", "stop", "1", "close took"),
     Planted(8, stores_stay, "close", "none", "0", r"after close\(\) there are still: .*store-"),

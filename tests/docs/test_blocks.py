@@ -43,6 +43,7 @@ ELSEWHERE = {
 
 NOT_RUN = {
     "docs/ascend.md": {0: "needs an NPU", 1: "needs an NPU and vllm-ascend"},
+    "docs/clusters.md": {0: "needs Ray; tests/engines/launchers/test_ray_engines.py makes such calls"},
     "docs/engines.md": {
         0: "lines for a program that has four devices; tests/engines/test_train_sharded.py makes such calls",
         1: "the fields of a class, whose methods are left out",

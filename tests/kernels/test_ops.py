@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,13 @@ def test_the_names_are_all_that_type_checkers_are_given() -> None:
 def test_an_unknown_name_raises_with_what_there_is() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'linear_los'; it offers .*linear_loss"):
         rlcore.ops.linear_los  # noqa: B018
+
+
+def test_every_function_that_breaks_graphs_is_kept_out_of_them_once_the_compiler_is_loaded() -> None:
+    from rlcore.kernels.autograd.compiled import GRAPH_BREAKS
+    from rlcore.kernels.autograd.uncompiled import UNCOMPILED
+
+    assert UNCOMPILED.keys() == GRAPH_BREAKS.keys()
+    assert all(
+        inspect.unwrap(UNCOMPILED[reason]) is inspect.unwrap(function) for reason, function in GRAPH_BREAKS.items()
+    )

@@ -181,6 +181,6 @@ def test_a_replica_sees_its_own_devices_where_numbers_have_to_rise(monkeypatch: 
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "2,5,6")
     device = SimpleNamespace(index=0, count=lambda: 3)
     monkeypatch.setattr(process, "get_device", lambda name: SimpleNamespace(index=int(name[-1]), count=device.count))
-    assert process._in_front(("npu:1", "npu:2")) == ("npu:0", {"ASCEND_RT_VISIBLE_DEVICES": "5,6"})
+    assert process.in_front(("npu:1", "npu:2")) == ("npu:0", {"ASCEND_RT_VISIBLE_DEVICES": "5,6"})
     with pytest.raises(InvalidInputError, match=r"takes rising numbers, and these indices give \['6', '5'\]"):
-        process._in_front(("npu:2", "npu:1"))
+        process.in_front(("npu:2", "npu:1"))

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -167,3 +168,38 @@ def holdings(runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Holdings:
 
     monkeypatch.setattr(running_module, "announce", announced)
     return found
+
+
+@pytest.fixture(scope="module")
+def ray_host(runtime_folder: Path) -> Iterator[str]:
+    """The name of the one host of a local Ray cluster that a file's tests share: to start one takes seconds."""
+    from rlcore.engines.launchers.ray.cluster import connect, disconnect
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        patch.setenv("RLCORE_RUNTIME", str(runtime_folder))
+        cluster = connect()
+    yield cluster.hosts()[0].name
+    disconnect()
+
+
+@pytest.fixture(scope="module")
+def two_raylets(runtime_folder: Path) -> Iterator[str]:
+    """The address of a cluster of two raylets on this machine, with the names host-a and host-b."""
+    from rlcore.engines.launchers.ray.cluster import choose_token, connect, disconnect
+
+    choose_token()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        from ray.cluster_utils import Cluster
+
+        patch.setenv("RLCORE_RUNTIME", str(runtime_folder))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "node_name": "host-a", "include_dashboard": False}
+        )
+        cluster.add_node(num_cpus=2, node_name="host-b")
+        connect(cluster.address)
+    yield cluster.address
+    disconnect()
+    cluster.shutdown()

@@ -52,8 +52,8 @@ def test_a_plugins_launcher_starts_the_workers_of_an_executor(recording: str) ->
 
 
 def test_an_unknown_launcher_is_refused_with_the_names_of_all() -> None:
-    assert launcher_names() == ["inline", "process", "torchrun"]
-    with pytest.raises(InvalidInputError, match="launcher must be one of inline, process, torchrun, got 'slurm'"):
+    assert launcher_names() == ["inline", "process", "ray", "torchrun"]
+    with pytest.raises(InvalidInputError, match="launcher must be one of inline, process, ray, torchrun, got 'slurm'"):
         choose_launcher("slurm", 1)
 
 

@@ -1,0 +1,243 @@
+"""The Ray cluster of this program: one that exists, or a local one that goes with the program."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from rlcore import __version__
+from rlcore.engines.launchers.base import Host
+from rlcore.engines.launchers.ray.agent import Agent
+from rlcore.engines.launchers.ray.board import Board
+from rlcore.engines.launchers.ray.hosts import hosts_of
+from rlcore.engines.launchers.ray.link import HostLink
+from rlcore.engines.launchers.ray.meeting import BoardPlace
+from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
+from rlcore.engines.launchers.ray.watchdog import MARK
+from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError, StateError, first_line
+from rlcore.process.python_command import python_command
+from rlcore.registry import registry
+
+_lock = threading.RLock()
+_clusters: list[Cluster] = []
+"""The cluster of this program, once there is one."""
+
+_WAITING_RANKS = 100_000
+"""How many questions the board may hold at one time; one that waits costs no thread."""
+_LOCAL = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # Ray would end an agent with all its workers to free memory
+}
+"""The variables of a local cluster, where the user's own do not say otherwise."""
+
+
+class Cluster:
+    """The cluster, and the links to the agents that this program has started in it.
+
+    Args:
+        is_own: rlcore has connected to it, and not the user's program itself.
+        is_insecure: the user accepts a cluster that anybody may enter.
+    """
+
+    def __init__(self, ray: Any, *, is_own: bool, is_insecure: bool) -> None:
+        self._is_own = is_own
+        self._ray = ray
+        self._is_insecure = is_insecure
+        self._links: dict[str, HostLink] = {}
+        self._board: Any = None
+
+    def hosts(self) -> list[Host]:
+        return [host for host, _ in hosts_of(self._ray.nodes())]
+
+    def link(self, name: str) -> HostLink:
+        """Return the link to the agent of a host; start it if there is none.
+
+        Raises:
+            DeviceError: the cluster has no such host, or the agent does not start there.
+            StateError: the cluster has no token mode.
+            InvalidInputError: the host has another version of rlcore.
+        """
+        with _lock:
+            if name not in self._links:
+                link = self._started(name)
+                try:
+                    self._check(link)
+                except BaseException:
+                    link.lose("it is refused")
+                    raise
+                self._links[name] = link
+            return self._links[name]
+
+    def _started(self, name: str) -> HostLink:
+        hosts = {host.name: (host, node) for host, node in hosts_of(self._ray.nodes())}
+        if name not in hosts:
+            raise DeviceError(f"the cluster has no host {name!r} any more; it has {', '.join(hosts) or 'none'}")
+        host, node = hosts[name]
+        actor = _actor(self._ray, node)
+        try:
+            return HostLink(name, actor, self._forget)
+        except StateError as error:
+            self._ray.kill(actor)
+            raise DeviceError(
+                f"no agent started on host {name} ({host.address}): {first_line(error)}. It takes all accelerators of "
+                "its host, so that another program of the cluster that holds some keeps it waiting (`ray status`); or "
+                "rlcore is not installed there"
+            ) from error
+
+    def _check(self, link: HostLink) -> None:
+        if link.facts.rlcore_version != __version__:
+            raise InvalidInputError(
+                f"host {link.host} has rlcore {link.facts.rlcore_version}, and this is {__version__}; install "
+                "the same version on all hosts"
+            )
+        if not link.facts.has_token and not self._is_insecure:
+            raise StateError(
+                f"the Ray cluster lets everybody in who reaches its ports, and so run code on host {link.host}: "
+                "start it with RAY_AUTH_MODE=token on every host (docs/clusters.md); in a network that nobody else "
+                "reaches, rlcore.init(insecure_cluster=True) accepts it"
+            )
+
+    def meet(self) -> BoardPlace:
+        """Return a new place on the board, an actor on the host of the program, which workers of all hosts reach."""
+        with _lock:
+            if self._board is None:
+                self._board = _board_actor(self._ray)
+            for link in self._links.values():
+                link.use_board(self._board)
+            return BoardPlace(self._board)
+
+    def _forget(self, link: HostLink) -> None:
+        if self._links.get(link.host) is link:
+            del self._links[link.host]
+
+    def close(self) -> None:
+        """End all agents, and with them their workers; leave the cluster, and end a local one."""
+        for link in list(self._links.values()):
+            link.lose("the user's program ends")
+        if self._board is not None:
+            with contextlib.suppress(Exception):
+                self._ray.kill(self._board)
+        if self._is_own:
+            with contextlib.suppress(Exception):
+                self._ray.shutdown()
+
+
+def _actor(ray: Any, node: dict[str, Any]) -> Any:
+    """Start an agent on a node. It takes the node's accelerators whole, as Ray does not say which of them are free."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    specs = [spec for spec, _ in registry().devices.values()]
+    names = {spec.ray_resource for spec in specs if spec.ray_resource and not spec.is_host}
+    resources = {name: node["Resources"][name] for name in names if node["Resources"].get(name)}
+    variables = {
+        f"RAY_EXPERIMENTAL_NOSET_{spec.visible_devices_variable}": "1"
+        for spec in specs
+        if spec.visible_devices_variable
+    }
+    options = {
+        "num_cpus": 0,
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "max_concurrency": 32,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        "runtime_env": {"env_vars": variables},
+    }
+    return ray.remote(Agent).options(**options).remote()
+
+
+def _board_actor(ray: Any) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
+    return ray.remote(Board).options(**options, max_concurrency=_WAITING_RANKS).remote()
+
+
+def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster:
+    """Join the cluster at ``address``, "auto" for one of this host, or start a local one; return it.
+
+    A program has one cluster: a second call returns it.
+
+    Raises:
+        InvalidInputError: the address of Ray's client.
+        MissingDependencyError: Ray is not installed.
+        DeviceError: no cluster is there.
+    """
+    if address is not None and "://" in address:
+        raise InvalidInputError(
+            f"address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got {address!r}; start the program on "
+            "a host of the cluster, as Ray's client cannot tell of a host that is lost"
+        )
+    with _lock:
+        if _clusters:
+            return _clusters[0]
+        if address is None:
+            choose_token()
+        ray = _import_ray()
+        is_own = not ray.is_initialized()
+        if is_own and address is None:
+            _start_local(ray)
+        elif is_own:
+            _join(ray, str(address))
+        warn_of_readable_token()
+        cluster = Cluster(ray, is_own=is_own, is_insecure=is_insecure)
+        _clusters.append(cluster)
+        atexit.register(disconnect)  # after Ray's own, and so called before it
+        return cluster
+
+
+def disconnect() -> None:
+    """End this program's agents; afterwards it can connect to another cluster."""
+    with _lock:
+        while _clusters:
+            _clusters.pop().close()
+
+
+def choose_token() -> None:
+    """Choose a token for a local cluster, which no file has. Ray reads most variables once, when it is imported."""
+    if "ray" in sys.modules:
+        return
+    variables = {**_LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError("ray", needed_for="launcher='ray'", extra="ray") from error
+    return ray
+
+
+def _join(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise DeviceError(
+            f"no Ray cluster can be joined at {address!r}: {first_line(error)}; start one with `ray start --head`, or "
+            "leave the address out for one of this host alone"
+        ) from error
+
+
+def _start_local(ray: Any) -> None:
+    """Start a cluster of this host alone, with a token that no file has, and what ends it with the program."""
+    mark = secrets.token_hex(8)
+    os.environ[MARK] = mark
+    try:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    finally:
+        del os.environ[MARK]
+    subprocess.Popen(
+        python_command("rlcore.engines.launchers.ray.watchdog:end_cluster", os.getpid(), mark),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )

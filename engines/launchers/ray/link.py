@@ -1,0 +1,190 @@
+"""The way between the user's program and the agent of one host.
+
+When the agent ends, or does not answer any more, the host is lost: every call to a worker there fails with one error,
+and nothing is tried again, as a train step may have run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+
+from rlcore.engines.launchers.logs import print_line
+from rlcore.engines.launchers.ray._ray_private import plain_bytes
+from rlcore.engines.launchers.ray.heart import Heart
+from rlcore.engines.launchers.ray.remote import RemoteProcess
+from rlcore.engines.launchers.ray.wire import (
+    AgentAnswer,
+    HostFacts,
+    Opened,
+    Opening,
+    Posted,
+    Said,
+    decoded,
+    encoded,
+    tensor_of,
+)
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import InvalidInputError, StateError, first_line
+from rlcore.process.status import boot_id, pid_namespace
+from rlcore.tensor_data import dtype_name, host_bytes
+
+if TYPE_CHECKING:
+    from rlcore.engines.launchers.failures import WorkerFailure
+
+START_S = 120.0
+"""How long an agent gets to start: Ray starts a process for it, which imports torch."""
+ASK_S = 10.0
+_STACK_S = 5.0
+
+
+class HostLink:
+    """The agent of a host, as the program sees it.
+
+    Args:
+        actor: Ray's handle of the agent.
+        on_loss: called once when the host is lost.
+    """
+
+    def __init__(self, host: str, actor: Any, on_loss: Callable[[HostLink], None]) -> None:
+        self.host = host
+        self._actor = actor
+        self._on_loss = on_loss
+        self._processes: dict[int, RemoteProcess] = {}
+        self._lock = threading.RLock()
+        self._order = 0
+        self.why_lost = ""
+        self.facts = decoded(self.ask("facts", timeout_s=START_S), HostFacts, "facts")
+        self.is_here = self.facts.machine == f"{boot_id()}/{pid_namespace()}"
+        """The agent runs on the program's own machine, where its process can be ended directly."""
+        self._heart = Heart(self)
+        threading.Thread(target=self._receive, name=f"rlcore-{host}", daemon=True).start()
+
+    # ---------------------------------------------------------------------------------------------- asking
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float = ASK_S) -> bytes:
+        """Call a method of the agent, and return its answer.
+
+        Raises:
+            StateError: the host is lost, or does not answer in time.
+            RlcoreError: what the agent raised.
+        """
+        data = self.ask_plain(method, *arguments, timeout_s=timeout_s)
+        outcome = decoded(data, AgentAnswer, "answer")
+        if outcome.failure is not None:
+            raise _error_of(outcome.failure, self.host)
+        return outcome.value
+
+    def ask_plain(self, method: str, *arguments: Any, timeout_s: float | None) -> bytes | memoryview:
+        """Call a method that returns plain bytes; None waits for as long as the agent lives."""
+        if self.why_lost:
+            raise StateError(f"host {self.host} is lost: {self.why_lost}")
+        try:
+            return plain_bytes(getattr(self._actor, method).remote(*arguments), timeout_s)
+        except TimeoutError as error:
+            raise StateError(f"{method}() of its agent did not end within {timeout_s:g} s") from error
+        except Exception as error:  # Ray says it in many ways, and in others after its shutdown
+            raise StateError(f"its agent has ended: {first_line(error)}") from error
+
+    def post(self, posted: Posted, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message for a worker, after all that were sent before it; nothing happens when the host is lost."""
+        with self._lock:
+            if self.why_lost:
+                return
+            kinds = [(dtype_name(one.dtype), tuple(one.shape)) for one in tensors]
+            head = encoded(msgspec.structs.replace(posted, order=self._order, tensors=kinds))
+            self._order += 1
+            self._actor.post.remote(head, body, *(pickle.PickleBuffer(host_bytes(one)) for one in tensors))
+
+    # ---------------------------------------------------------------------------------------------- workers
+
+    def open(self, opening: Opening) -> tuple[RemoteProcess, Opened]:
+        """Return the process of a worker, and what the agent says of it."""
+        opened = decoded(self.ask("open", encoded(opening)), Opened, "answer")
+        with self._lock:
+            if opened.process not in self._processes:
+                self._processes[opened.process] = RemoteProcess(self, opened, opening.python)
+            process = self._processes[opened.process]
+            process.engines.add(opened.worker)
+        return process, opened
+
+    def stack(self, process: int) -> str:
+        return self.ask("stack", process, timeout_s=_STACK_S).decode()
+
+    def use_board(self, board: Any) -> None:
+        """Have the agent take its workers' questions to this board."""
+        self.ask("use_board", board)
+
+    def new_store(self) -> str:
+        return self.ask("new_store").decode()
+
+    def remove_store(self, path: str) -> None:
+        with contextlib.suppress(StateError):
+            self.ask("remove_store", path)
+
+    def _receive(self) -> None:
+        try:
+            while not self.why_lost:
+                for said in decoded(self.ask_plain("receive", timeout_s=None), list[Said], "list of messages"):
+                    self._take(said)
+        except Exception as error:  # the agent has ended, or sends what is no message
+            self.lose(first_line(error))
+
+    def _take(self, said: Said) -> None:
+        if said.kind == "line":
+            print_line(*decoded(said.body, tuple[str, str, str], "line"))
+            return
+        with self._lock:
+            process = self._processes.get(said.process)
+        if process is None:
+            raise InvalidInputError(f"host {self.host} tells of a process {said.process} that it has not opened")
+        if said.kind == "ended":
+            process.has_ended()
+        else:
+            process.calls.settle(said.call, said.kind, said.body, [tensor_of(one) for one in said.tensors])
+
+    def note_stopped(self, numbers: list[int]) -> None:
+        """Take the numbers of the processes that are stopped now."""
+        with self._lock:
+            for number, process in self._processes.items():
+                process.is_stopped = number in numbers
+
+    # ---------------------------------------------------------------------------------------------- end
+
+    def lose(self, why: str) -> None:
+        """Give the host up: fail all calls to its workers, and end its agent, which ends them."""
+        with self._lock:
+            if self.why_lost:
+                return
+            self.why_lost = why
+            processes = list(self._processes.values())
+        self._end_agent()
+        for process in processes:
+            process.lose(why)
+        self._on_loss(self)
+
+    def _end_agent(self) -> None:
+        import ray
+
+        with contextlib.suppress(Exception):  # Ray may have been shut down
+            ray.kill(self._actor)
+        if self.is_here:  # one that is stopped outlives Ray's own signal
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.facts.pid, signal.SIGKILL)
+
+
+def _error_of(failure: WorkerFailure, host: str) -> Exception:
+    """Return what an agent raised: rlcore's own errors keep their class, all others become a StateError."""
+    from rlcore.engines.launchers.failures import raised
+
+    if not failure.kind:
+        return StateError(f"the agent on {host} failed: {failure.in_one_line}\n\n{failure.traceback}")
+    return raised(failure, WorkerContext("the agent", 0, 1, host, 0), "open")

@@ -1,0 +1,183 @@
+"""launcher="ray" over two machines made of Linux namespaces: own addresses, shared memory, process ids and boot ids."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import rlcore
+from tests.engines.train_batches import assert_same_weights, packed_batch
+from tests.engines.train_policy import adamw_policy
+from tests.hosts import Host, start_hosts
+from tests.warm import LIMIT_S
+
+__all__ = ["start_hosts"]  # a fixture
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
+pytestmark = [pytest.mark.ray, pytest.mark.hosts, pytest.mark.slow]
+
+COMMON = """
+    import json, os, sys, time
+    from pathlib import Path
+    import torch
+    import rlcore
+    from rlcore.errors import RlcoreError
+    from rlcore.nn import HuggingFaceTrainModule
+    from transformers import Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self):
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+        def nap(self, folder):
+            Path(folder, f"{os.uname().nodename}.pid").write_text(str(os.getpid()))
+            time.sleep(600)
+
+    def loss(logprob, entropy, per_token):
+        return -logprob * per_token["advantages"], {}
+
+    folder, out = sys.argv[1:]
+    with rlcore.meta_device():
+        train = rlcore.TrainEngine(Policy.from_pretrained(folder))
+    rlcore.init(address="10.77.0.1:6379")
+"""
+
+TRAIN = """
+    batch = torch.load(f"{out}/batch.pt", weights_only=True)
+    with train:
+        train.build(data_parallel_size=2, num_hosts=2)
+        found = {"devices": train.devices, "metrics": [train.train_batch(batch, loss) for _ in range(3)]}
+        torch.save(train.state_dict(), f"{out}/state.pt")
+    Path(out, "found.json").write_text(json.dumps(found))
+"""
+
+SYNC = """
+    batch = torch.load(f"{out}/batch.pt", weights_only=True)
+    with train, rlcore.InferenceEngine(folder) as infer, rlcore.InferenceEngine(folder) as shared:
+        train.build(data_parallel_size=2, acceptable_node_ips=["10.77.0.1"])
+        infer.build(devices="host-b/cpu:0")
+        shared.build(devices="host-b/cpu:0")
+        found = {"devices": [*train.devices, *infer.devices], "reports": []}
+        for is_verified in (True, False):
+            train.train_batch(batch, loss)
+            report = train.sync_weights(infer, verify=is_verified)
+            found["reports"].append([report.route, report.version, report.network_bytes, report.moved_bytes])
+        greedy = {"max_tokens": 4, "temperature": 0.0}
+        found["old"] = shared.generate([[1, 2, 3]], greedy)[0].outputs[0].logprobs
+        found["new"] = infer.generate([[1, 2, 3]], greedy)[0].outputs[0].logprobs
+        train.train_batch(batch, loss)
+        try:
+            train.sync_weights(infer, route="packed")
+        except RlcoreError as error:
+            found["packed"] = str(error)
+    Path(out, "found.json").write_text(json.dumps(found))
+"""
+
+LOST = """
+    train.build(data_parallel_size=2, num_hosts=2)
+    began = time.monotonic()
+    try:
+        train.nap(out)
+    except RlcoreError as error:
+        found = {"kind": type(error).__name__, "text": str(error), "seconds": time.monotonic() - began}
+    Path(out, "found.json").write_text(json.dumps(found))
+    os._exit(0)
+"""
+
+
+def loss(logprob: torch.Tensor, entropy: Any, per_token: Any) -> Any:
+    return -logprob * per_token["advantages"], {}
+
+
+def ready(program: subprocess.Popen[str]) -> None:
+    """Wait until ``ray start --block`` says that it has started."""
+    assert program.stdout is not None
+    for line in program.stdout:
+        if "Ray runtime started" in line:
+            return
+    raise AssertionError(program.communicate()[1])
+
+
+@pytest.fixture
+def run_on_two(start_hosts: Any, tmp_path: Path, qwen2_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """``run_on_two(program)``: what a program on host-a writes, in a Ray cluster of host-a and host-b."""
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64, "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=2"]
+
+    with start_hosts(2, also=[qwen2_folder]) as (here, there):
+        head = [*ray, "--head", "--include-dashboard=false"]
+        for host, more in ((here, head), (there, [*ray, f"--address={here.address}:6379"])):
+            named = [f"--node-name={host.name}", f"--node-ip-address={host.address}"]
+            ready(host.start([*more, *named], environment=environment))
+
+        def run(text: str, beside: Callable[[Host], None] | None = None) -> dict[str, Any]:
+            path = tmp_path / "program.py"
+            path.write_text(textwrap.dedent(COMMON) + textwrap.dedent(text))
+            program = here.python(str(path), str(qwen2_folder), str(tmp_path), environment=environment)
+            if beside is not None:
+                beside(there)
+            _, errors = program.communicate(timeout=LIMIT_S)
+            assert (tmp_path / "found.json").exists(), errors
+            found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
+            return found
+
+        yield run
+
+
+def test_two_machines_train_as_one_does(
+    run_on_two: Any, tmp_path: Path, qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    batch, policy = packed_batch(), adamw_policy(Qwen2ForCausalLM, lr=1e-2, eps=1e-3)
+    torch.save(batch, tmp_path / "batch.pt")
+    found = run_on_two(TRAIN)
+    assert found["devices"] == ["host-a/cpu:0", "host-b/cpu:0"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with rlcore.meta_device():
+        engine = rlcore.TrainEngine(policy.from_pretrained(qwen2_folder))
+    with engine:
+        engine.build(data_parallel_size=2, devices=["cpu:0", "cpu:1"], launcher="process")
+        assert found["metrics"] == [engine.train_batch(batch, loss) for _ in range(3)]
+        assert_same_weights(torch.load(tmp_path / "state.pt", weights_only=True), engine.state_dict())
+
+
+def test_weights_go_from_machine_to_machine(run_on_two: Any, tmp_path: Path) -> None:
+    torch.save(packed_batch(), tmp_path / "batch.pt")
+    found = run_on_two(SYNC)
+    assert found["devices"] == ["host-a/cpu:0", "host-a/cpu:1", "host-b/cpu:0"]
+    for number, (route, version, network_bytes, moved_bytes) in enumerate(found["reports"], 1):
+        assert (route, version) == ("collective", number)
+        times = 2 if number == 1 else 1  # what is verified goes through the engine's own loader too
+        assert network_bytes == times * moved_bytes > 0, "all of it goes to the other machine"
+    assert found["new"] != found["old"]
+    assert "route='packed'" in found["packed"] and "not supported" in found["packed"]
+
+
+def test_a_machine_that_is_cut_off_is_lost_within_seconds_and_ends_its_workers(run_on_two: Any, tmp_path: Path) -> None:
+    def cut(there: Host) -> None:
+        note, deadline = tmp_path / "host-b.pid", time.monotonic() + LIMIT_S
+        while not (note.exists() and note.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        is_there = f"test -d /proc/{note.read_text()} && echo yes || echo no"
+        assert there.run(is_there) == "yes\n"
+        there.cut()
+        while there.run(is_there) == "yes\n":  # its agent hears nothing of the program any more
+            assert time.monotonic() < deadline, "a worker is left on the machine that is cut off"
+            time.sleep(0.1)
+
+    found = run_on_two(LOST, cut)
+    assert found["kind"] == "WorkerDiedError"
+    assert "rank 1 (host-b/cpu:0) was lost with its host host-b (it did not answer for 10 s)" in found["text"]
+    assert found["seconds"] < 60, "Ray itself takes 64 s"

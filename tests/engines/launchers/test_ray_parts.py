@@ -1,0 +1,212 @@
+"""The parts of the launcher "ray" that need no Ray: the board, messages, tokens, addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import rlcore
+from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
+from rlcore.engines.launchers.ray.board import Board, BoardAnswer, BoardRequest
+from rlcore.engines.launchers.ray.launcher import RayLauncher
+from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
+from rlcore.engines.launchers.ray.watchdog import MARK, marked
+from rlcore.engines.launchers.ray.wire import PlainTensor, Said, decoded, encoded, plain_tensor, tensor_of
+from rlcore.errors import DeviceError, InvalidInputError
+from rlcore.process.network_interface import interface_variables
+from rlcore.process.python_command import python_command
+from rlcore.process.status import state_of
+from tests.conftest import RunPython
+
+
+def ask(board: Board, operation: Any, *keys: str, **fields: Any) -> Any:
+    return board.ask(encoded(BoardRequest(operation, list(keys), **fields)))
+
+
+def answers(*questions: Callable[[Board], Any]) -> list[BoardAnswer]:
+    """The answers of one board, asked at once."""
+
+    async def run() -> list[bytes]:
+        board = Board()
+        return await asyncio.gather(*(question(board) for question in questions))
+
+    return [msgspec.msgpack.decode(data, type=BoardAnswer) for data in asyncio.run(run())]
+
+
+def test_the_board_keeps_values_as_a_store_of_torch_does() -> None:
+    found = answers(
+        lambda board: ask(board, "set", "a/k", value=b"v"),
+        lambda board: ask(board, "get", "a/k", timeout_s=1),
+        lambda board: ask(board, "add", "a/n", amount=2),
+        lambda board: ask(board, "add", "a/n", amount=3),
+        lambda board: ask(board, "check", "a/k", "a/n"),
+        lambda board: ask(board, "check", "a/k", "a/x"),
+        lambda board: ask(board, "count", "a/"),
+        lambda board: ask(board, "compare_set", "a/k", expected=b"w", value=b"x"),
+        lambda board: ask(board, "compare_set", "a/k", expected=b"v", value=b"x"),
+        lambda board: ask(board, "compare_set", "a/new", expected=b"", value=b"x"),
+        lambda board: ask(board, "compare_set", "a/other", expected=b"y", value=b"x"),
+        lambda board: ask(board, "delete", "a/n"),
+        lambda board: ask(board, "delete", "a/n"),
+        lambda board: ask(board, "forget", "a/"),
+        lambda board: ask(board, "count", ""),
+    )
+    assert [one.value for one in found] == [b"", b"v", *[b""] * 5, b"v", b"x", b"x", b"y", *[b""] * 4]
+    assert [one.number for one in found] == [0, 0, 2, 5, 1, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
+
+
+def test_who_waits_at_the_board_is_woken_or_told_what_did_not_come() -> None:
+    woken, late, _, _ = answers(
+        lambda board: ask(board, "wait", "a", "b", timeout_s=60),
+        lambda board: ask(board, "wait", "a", "never", timeout_s=0.05),
+        lambda board: ask(board, "set", "a", value=b"1"),
+        lambda board: ask(board, "set", "b", value=b"2"),
+    )
+    assert woken == BoardAnswer(b"1") and late.missing == ["never"]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_tensor_comes_as_it_went_in_memory_of_its_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = torch.randn(shape).to(dtype)
+    (said,) = decoded(encoded([Said("result", 1, 2, b"x", [plain_tensor(given)])]), list[Said], "messages")
+    back = tensor_of(said.tensors[0])
+    assert back.dtype == dtype and torch.equal(back, given)
+    back.untyped_storage().resize_(0)  # of a buffer that Python owns torch refuses that
+
+
+def test_what_is_no_message_is_refused() -> None:
+    good = encoded([Said("result", 1, 2, b"x")])
+    for wrong in (good[:-1], b"", b"\xc1", encoded([["surprise", 1]]), encoded({"kind": "result"}), encoded(7)):
+        with pytest.raises(InvalidInputError, match="are no message"):
+            decoded(wrong, list[Said], "message")
+    for tensor in (
+        PlainTensor("float32", (3,), memoryview(b"1234")),
+        PlainTensor("float32", (-1, -1), memoryview(b"1234")),
+        PlainTensor("nn", (1,), memoryview(b"1234")),
+    ):
+        with pytest.raises(InvalidInputError, match="these 4 bytes are no"):
+            tensor_of(tensor)
+
+
+def test_a_token_that_others_can_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    path = tmp_path / "token"
+    path.write_text("secret")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    for mode, is_named in [(0o644, True), (0o640, True), (0o600, False)]:
+        path.chmod(mode)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            warn_of_readable_token()
+        assert (f"can read Ray's token in {path} (mode {mode:04o})" in caplog.text) == is_named
+        assert "secret" not in caplog.text
+    path.chmod(0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "another")  # Ray takes it before the file's
+    caplog.clear()
+    warn_of_readable_token()
+    assert not caplog.text
+
+
+def test_an_address_is_that_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInputError, match=r"address is that of a Ray cluster, .* got launcher='process'"):
+        rlcore.init(launcher="process", address="auto")
+    with pytest.raises(InvalidInputError, match=r"such as '10.0.0.1:6379', or 'auto', got 'ray://10.0.0.1:10001'"):
+        rlcore.init(address="ray://10.0.0.1:10001")
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_variables("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(DeviceError, match=r"no network interface of .* has the address 198.51.100.254"):
+        interface_variables("198.51.100.254")
+
+
+def test_a_process_that_is_silent_is_ended() -> None:
+    """What a stopped agent is to its watchdog."""
+    with subprocess.Popen(["sleep", "600"]) as silent, subprocess.Popen(["sleep", "600"]) as heard:
+        watch = "rlcore.engines.launchers.ray.watchdog:watch"
+        command = [python_command(watch, silent.pid, 1), python_command(watch, heard.pid, 600)]
+        with (
+            subprocess.Popen(command[0], stdin=subprocess.PIPE) as first,
+            subprocess.Popen(command[1], stdin=subprocess.PIPE) as second,
+        ):
+            assert second.stdin is not None
+            second.stdin.write(b".")
+            second.stdin.flush()
+            assert silent.wait(60) == -9
+            assert first.wait(60) == 0
+            second.stdin.close()
+            assert second.wait(60) == 0, "it ends with who writes to it"
+            assert state_of(heard.pid) == "S"
+            heard.kill()
+
+
+def test_what_is_left_of_a_cluster_is_ended_after_its_program() -> None:
+    mark = f"test-{os.getpid()}"
+    with (
+        subprocess.Popen(["sleep", "600"]) as program,
+        subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: mark}) as left,
+    ):
+        end = python_command("rlcore.engines.launchers.ray.watchdog:end_cluster", program.pid, mark)
+        with subprocess.Popen(end) as ender:
+            assert marked(mark) == [left.pid] and marked("another") == []
+            assert ender.poll() is None
+            program.kill()
+            program.wait()
+            assert left.wait(60) == -9
+            assert ender.wait(60) == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_without_tokens_is_refused_unless_the_user_insists(run_python: RunPython, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    program = (
+        "import sys, rlcore\n"
+        "from rlcore.engines.launchers.launch import start_workers\n"
+        "class Worker:\n"
+        "    def __init__(self, context): pass\n"
+        "    def close(self): pass\n"
+        "from rlcore.engines.launchers.ray.cluster import connect\n"
+        "rlcore.init(launcher='ray', insecure_cluster=bool(int(sys.argv[1])))\n"
+        "try:\n"
+        "    host = connect().hosts()[0].name\n"
+        "    start_workers(Worker, 'e', [f'{host}/cpu:0'], launcher='ray', timeout_s=100).stop()\n"
+        "    print('started')\n"
+        "except rlcore.errors.StateError as error:\n"
+        "    print(error)\n"
+    )
+    path = tmp_path / "program.py"
+    path.write_text(program)
+    environment = {"RAY_AUTH_MODE": "disabled", "RLCORE_RUNTIME": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+    refused = run_python([str(path), "0"], env=environment)
+    assert "lets everybody in who reaches its ports" in refused.stdout, refused.stderr
+    assert "rlcore.init(insecure_cluster=True)" in refused.stdout
+    insisted = run_python([str(path), "1"], env=environment)
+    assert insisted.stdout == "started\n", insisted.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (("cpu:0",), r"launcher 'ray' takes devices with their host, such as '.*/cpu:0', got 'cpu:0'"),
+        (("a/cpu:0", "b/cpu:0"), "one worker drives a/cpu:0, b/cpu:0, which are of 2 hosts; give it devices of one"),
+    ],
+)
+def test_devices_of_no_host_or_of_two_are_refused_before_a_cluster_is_looked_for(
+    devices: tuple[str, ...], reason: str
+) -> None:
+    options = LaunchOptions(engine="the train engine", timeout_s=1)
+    with pytest.raises(InvalidInputError, match=reason):
+        RayLauncher().start(object, [WorkerPlacement(devices)], options)

@@ -1,0 +1,126 @@
+"""Which devices of which hosts an engine gets; and what `launcher="ray"` says without Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlcore.engines.launchers.base import Host
+from rlcore.engines.launchers.ray.hosts import hosts_of
+from rlcore.engines.launchers.ray.placement import Wishes, assign
+from rlcore.errors import DeviceError, InvalidInputError
+from tests.conftest import RunPython
+
+A = Host(name="a", address="10.0.0.1", counts={"cuda": 4, "cpu": 8})
+B = Host(name="b", address="10.0.0.2", counts={"cuda": 2, "cpu": 8})
+
+
+def found(*hosts: Host, **wishes: Any) -> list[str]:
+    return assign(hosts or (A, B), Wishes(**{"kind": "cuda", **wishes}))
+
+
+def test_a_host_that_holds_all_is_taken_before_two() -> None:
+    assert found(num_workers=2) == ["a/cuda:0", "a/cuda:1"]
+    assert found(B, A, num_workers=3) == ["a/cuda:0", "a/cuda:1", "a/cuda:2"], "b has two"
+    assert found(num_workers=6) == [*(f"a/cuda:{i}" for i in range(4)), "b/cuda:0", "b/cuda:1"]
+
+
+def test_groups_are_not_cut_by_hosts() -> None:
+    three = Host(name="c", address="10.0.0.3", counts={"cuda": 3})
+    assert found(three, B, num_workers=4, group_size=2) == ["c/cuda:0", "c/cuda:1", "b/cuda:0", "b/cuda:1"]
+    assert found(three, B, group_size=2) == ["c/cuda:0", "c/cuda:1", "b/cuda:0", "b/cuda:1"], "all that is left"
+
+
+def test_all_of_a_hosts_own_memory_is_one_group() -> None:
+    assert found(kind="cpu", is_host_kind=True) == ["a/cpu:0"]
+    assert found(kind="cpu", is_host_kind=True, shared=("b/cpu:3", "b/cpu:4")) == ["b/cpu:3", "b/cpu:4"]
+
+
+def test_workers_are_spread_alike_over_the_number_of_hosts() -> None:
+    assert found(num_workers=4, num_hosts=2) == ["a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cuda:1"]
+    assert found(num_workers=2, num_hosts=1, held={"a/cuda:0": "x", "a/cuda:1": "x", "a/cuda:2": "x"}) == [
+        "b/cuda:0",
+        "b/cuda:1",
+    ]
+    with pytest.raises(InvalidInputError, match=r"3 workers in groups of 1 cannot be spread alike over num_hosts=2"):
+        found(num_workers=3, num_hosts=2)
+    with pytest.raises(InvalidInputError, match=r"num_hosts must be a whole number of at least 1, got 0"):
+        found(num_workers=3, num_hosts=0)
+    with pytest.raises(InvalidInputError, match=r"num_hosts, or devices or colocate_with"):
+        found(num_workers=2, num_hosts=2, devices=("a/cuda:0", "b/cuda:0"))
+    with pytest.raises(
+        DeviceError,
+        match=r"2 hosts with 3 free devices each are needed and 1 have so many: "
+        r"a has cuda:0, cuda:1, cuda:2, cuda:3 \(none is held\); b has cuda:0, cuda:1 \(none is held\)",
+    ):
+        found(num_workers=6, num_hosts=2)
+
+
+def test_an_impossible_request_says_what_each_host_has_and_who_holds_it() -> None:
+    with pytest.raises(
+        DeviceError,
+        match=r"6 devices are needed and 5 can be used: a has cuda:0, cuda:1, cuda:2, cuda:3 "
+        r"\(a/cuda:1 is held by the train engine\); b has cuda:0, cuda:1 \(none is held\)",
+    ):
+        found(num_workers=6, held={"a/cuda:1": "the train engine"})
+
+
+def test_devices_are_named_with_their_host() -> None:
+    named = {"num_workers": 2, "is_exact": True}
+    assert found(devices=("b/cuda:1", "a/cpu:5"), **named) == ["b/cuda:1", "a/cpu:5"], "in the order asked for"
+    assert found(B, devices=("cuda:1", "cuda"), **named) == ["b/cuda:1", "b/cuda:0"], "a cluster of one host"
+    for devices, text in [
+        (("cuda:0", "b/cuda:1"), r"names 'cuda:0', and the cluster has 2 hosts: say which, such as 'a/cuda:0'"),
+        (("c/cuda:0", "b/cuda:1"), r"names 'c/cuda:0', and the hosts of the cluster are a, b"),
+        (("b/cuda:2", "b/cuda:1"), r"b has no device 'cuda:2'; it has 2 cuda, 8 cpu"),
+        (("b/cuda:x", "b/cuda:1"), r"b has no device 'cuda:x'"),
+        (("b/cuda:1",), r"this engine has 2 workers; devices names 1: \['b/cuda:1'\]"),
+        (("b/cuda:1", "b/cuda:1"), r"devices names \['b/cuda:1'\] more than once"),
+    ]:
+        with pytest.raises(InvalidInputError, match=text):
+            found(devices=devices, **named)
+
+
+def test_hosts_are_accepted_by_their_addresses() -> None:
+    assert found(num_workers=2, addresses=["10.0.0.2"]) == ["b/cuda:0", "b/cuda:1"]
+    with pytest.raises(DeviceError, match=r"names no host of this cluster, which has a 10.0.0.1, b 10.0.0.2"):
+        found(num_workers=2, addresses=["10.0.0.9"])
+    with pytest.raises(DeviceError, match=r"devices names a/cuda:0, and acceptable_node_ips .* leaves a out"):
+        found(num_workers=1, devices=("a/cuda:0",), is_exact=True, addresses=["10.0.0.2"])
+    with pytest.raises(InvalidInputError, match=r"must hold IP addresses, got 'b'"):
+        found(num_workers=2, addresses=["b"])
+    with pytest.raises(InvalidInputError, match=r"must be a list of addresses, got '10.0.0.2'"):
+        found(num_workers=2, addresses="10.0.0.2")
+
+
+def node(name: str, **more: Any) -> dict[str, Any]:
+    facts = {"Alive": True, "NodeID": name + "1", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "host"}
+    return facts | {"NodeName": name, "Resources": {"CPU": 16.0, "GPU": 4.0}} | more
+
+
+def test_hosts_are_the_living_nodes_under_names_of_their_own() -> None:
+    nodes = [node("b"), node("10.0.0.1"), node("10.0.0.1", NodeID="2"), node("dead", Alive=False)]
+    hosts = [host for host, _ in hosts_of(nodes)]
+    assert [host.name for host in hosts] == ["b", "host", "host-2"]
+    assert hosts[0].counts["cuda"] == 4 and hosts[0].counts["cpu"] >= 16
+    assert hosts_of([node("rack/7")])[0][0].name == "rack-7", "a / ends the host in names of devices"
+
+
+def test_without_ray_the_extra_is_named(run_python: RunPython) -> None:
+    blocked = run_python(
+        "import sys; sys.modules['ray'] = None\n"
+        "import rlcore\n"
+        "try:\n"
+        "    rlcore.init(launcher='ray')\n"
+        "except rlcore.errors.MissingDependencyError as error:\n"
+        "    print(error)\n"
+    )
+    assert blocked.stdout == "launcher='ray' needs the package 'ray'; run: pip install 'rlcore[ray]'\n", blocked.stderr
+
+
+def test_a_launcher_of_one_host_takes_no_number_of_hosts(tmp_path: Any) -> None:
+    from rlcore.engines.placement import place_workers
+
+    with pytest.raises(InvalidInputError, match=r"num_hosts=2 needs a launcher with several hosts: launcher='ray'"):
+        place_workers("process", 2, num_hosts=2)
