@@ -38,6 +38,7 @@ from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.launchers import failures, group, worker_process
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.weight_sync import api
+from rlcore.engines.weight_sync.channels import control
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import StateError
 from rlcore.process import runtime_folder
@@ -185,7 +186,8 @@ def commits_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def messages_are_decoded_to_any_depth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "decoded", lambda data, kind, what: msgspec.msgpack.decode(data, type=kind))
+    for module in (api, control):
+        monkeypatch.setattr(module, "decoded", lambda data, kind, what: msgspec.msgpack.decode(data, type=kind))
 
 
 class Planted(NamedTuple):
