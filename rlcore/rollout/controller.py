@@ -143,7 +143,6 @@ class RolloutController:
         self._source = ItemSource()
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
-        self._begin_s = time.monotonic()
         self._fleet = Fleet(engines, self.timeline, unhealthy_after_s=unhealthy_after_s, on_change=self._wake)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
@@ -335,7 +334,6 @@ class RolloutController:
                 self.timeline,
                 lanes=[self._fleet.lane(index) for index in range(len(self._fleet.engines))],
                 trainer=TRAINER,
-                total_s=time.monotonic() - self._begin_s,
                 engine_failures=self._fleet.num_failures,
                 requests_moved=self._fleet.num_moved,
             )
@@ -658,7 +656,7 @@ class RolloutController:
     def _reader(self) -> ConversationReader:
         tokenizer, template, options = self._chat
         if tokenizer is None:
-            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))  # type: ignore[attr-defined]
+            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))
             self._chat = tokenizer, template, options
         return ConversationReader(tokenizer, chat_template=template, options=options)
 
