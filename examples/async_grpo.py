@@ -21,7 +21,7 @@ from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.pretrained import tokenizer_of
 from rlcore.rollout import RolloutController, SingleTurn, Trajectory
 
-GROUPS, SAMPLES, MINIBATCHES, TEMPERATURE, RATE = 32, 8, 4, 1.25, 3e-4
+GROUPS, SAMPLES, MINIBATCHES, TEMPERATURE, RATE, IMITATION_STEPS = 32, 8, 4, 1.25, 3e-4, 300
 
 
 def verify(problem: dict[str, Any], text: str) -> float:
@@ -41,7 +41,7 @@ def has_both(trajectories: list[Trajectory]) -> bool:
 def imitate(train: rlcore.TrainEngine, seed: int, tokenizer: Any) -> None:
     """Supervised warm-start, until about half of the sampled answers are right."""
     problems, generator = task.problems("train", seed=seed), torch.Generator().manual_seed(seed)
-    for step in range(300):
+    for step in range(IMITATION_STEPS):
         train.set_rate(2e-3 * min(1, (step + 1) / 20))
         train.imitate(**task.imitation_batch(problems, 256, tokenizer, generator))
     train.begin_reinforcement()
