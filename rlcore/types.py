@@ -386,6 +386,11 @@ class SyncReport:
     """Bytes of weights that went from one machine to another, once for each receiver there; those that ``verify=True``
     sends again are among them."""
 
+    is_delta: bool = False
+    """Only what had changed since the receivers' version was told; ``moved_bytes`` are those of the changes."""
+    why_dense: str = ""
+    """The reason why all was told though ``delta=True`` was asked for; "" otherwise."""
+
     @property
     def slabs_wait_by(self) -> str:
         """The former name of ``staging_waits_by``, deprecated."""

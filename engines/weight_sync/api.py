@@ -162,6 +162,7 @@ class WeightSender:
         route: Route | None = None,
         staged: bool = False,
         verify: bool = False,
+        delta: bool = False,
         staging_bytes: int | None = None,
         slab_bytes: int | None = None,
         timeout_s: float = 120.0,
@@ -183,6 +184,7 @@ class WeightSender:
             route=route,
             is_staged=staged,
             is_verified=verify,
+            is_delta=delta,
             staging_bytes=staging_bytes_of(staging_bytes, slab_bytes),
             timeout_s=timeout_s,
         )

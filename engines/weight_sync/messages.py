@@ -57,6 +57,8 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The plan has passed its self-test, or needs none."""
     unreached: str = ""
     """The reason why this receiver cannot have all weights by opening the senders' memory; "" if it can."""
+    unreadable: str = ""
+    """The reason why what was sent cannot be read back here, so that changes alone do not do; "" if it can."""
 
 
 class OfferedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -92,6 +94,10 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     is_checked: bool
     """The bucket carries a checksum."""
+    is_kept: bool = False
+    """The sender keeps a copy of the bucket, as the base for the changes of a later round."""
+    base: int = 0
+    """The round since which the bucket's changes are told; 0: it is told whole."""
     waits_by_event: bool = False
     """The two sides' devices wait for each other (``SlotEvents``), not each process for its own device."""
     sender: int = 0

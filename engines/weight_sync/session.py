@@ -24,7 +24,7 @@ from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.transports.base import MeetingPlace, Transport
 from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
-from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport
+from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport, StagingTransport
 from rlcore.engines.weight_sync.transports.reach import are_samples_needed
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
@@ -77,6 +77,17 @@ class Agreement:
         return sum(summary.needed_bytes[sender] for summary in self.summaries)
 
 
+@dataclass(frozen=True)
+class SentRound:
+    """The round whose buckets senders have kept, as the base of the next round's changes."""
+
+    round_id: int
+    version: int
+    kind: type[Transport]
+    digests: list[str]
+    staging_bytes: int
+
+
 class SyncSession:
     """Runs the rounds; what the two sides agreed on and opened is kept from round to round.
 
@@ -106,6 +117,8 @@ class SyncSession:
         """The reason why it had to be ``PackedOnHostTransport``, when that was chosen."""
         self.scattered = ""
         """The reason why it is not ``DirectTransport``: memory has moved, and is too much to open again; or ""."""
+        self.sent: SentRound | None = None
+        """The last round, if it was one with ``delta=True``."""
         self.last: list[Any] = []
         """The changes that senders reported (``Sender.begin``) when the receivers got their present weights."""
 
@@ -146,7 +159,7 @@ class SyncSession:
         """Have both sides release what they hold for a round, if they live; the next one opens its transport anew."""
         stores = self.stores
         rendezvous = "".join(store.path for store in stores)
-        self.transports, self.last = {}, []
+        self.transports, self.sent, self.last = {}, None, []
         for side, arguments in ((self.receivers, (rendezvous, why)), (self.senders, (rendezvous,))):
             with contextlib.suppress(RlcoreError):
                 side.call("abandon", [arguments] * len(side), _GRACE_S)
@@ -168,6 +181,8 @@ class _Round:
         self._num_opened = 0
         self._moved = 0
         self._loaded = 0
+        self._is_delta = False
+        self._why_dense = ""
 
     def run(self, poisoned: Callable[[], AbstractContextManager[None]]) -> SyncReport:
         is_same = self._begin()
@@ -179,6 +194,8 @@ class _Round:
             else:
                 stack.enter_context(poisoned())
             self._all_receivers("commit", self._id, self._options.version, has_moved)
+            if has_moved:
+                self._session.sent = self._sent()
         self._session.last = self._changes
         return SyncReport(
             version=self._options.version,
@@ -190,6 +207,8 @@ class _Round:
             fallback_bytes=self._loaded,
             handles_opened=self._num_opened,
             staging_waits_by=self._staging_waits_by(),
+            is_delta=self._is_delta,
+            why_dense=self._why_dense,
             calls_s=dict(self._session.calls_s),
             seconds=self._clock.seconds,
         )
@@ -227,18 +246,19 @@ class _Round:
         self._id: int = sum(nonces) % (1 << 62)
         staged = self._options.is_staged
         answers = self._all_receivers("begin", self._id, self._session.name, digests[0], self._options.is_same, staged)
-        key = (tuple(infos), tuple(one for one, _, _ in answers), digests[0])
+        key = (tuple(infos), tuple(one for one, *_ in answers), digests[0])
+        self._held: list[int] = [held for *_, held in answers]
         is_known = self._session.agreement is not None and self._session.agreement.key == key
-        if not is_known or not all(is_prepared for _, is_prepared, _ in answers):
+        if not is_known or not all(is_prepared for _, is_prepared, *_ in answers):
             self._agree(key)
             return False
-        is_told_same = all(same) and all(is_same for *_, is_same in answers)
+        is_told_same = all(same) and all(is_same for *_, is_same, _ in answers)
         return is_told_same and all(self._changes) and self._changes == self._session.last
 
     def _agree(self, key: tuple[Any, ...]) -> None:
         for transport in self._session.transports.values():
             transport.close(self._clock.left)
-        self._session.transports, self._session.scattered = {}, ""
+        self._session.transports, self._session.scattered, self._session.sent = {}, "", None
         senders, receivers = ([decoded(one, EndpointInfo, "endpoint info") for one in ends] for ends in key[:2])
         check_versions([*senders, *receivers])
         manifest: bytes = self._all_senders("manifest")[0]
@@ -344,16 +364,72 @@ class _Round:
         self._num_opened += transport.open(digests, self._staging_bytes, self._generation, self._clock.left)
         return transport
 
+    # ---------------------------------------------------------------------------------------------- delta
+
+    def _choose_base(self, transport: Transport) -> None:
+        """Have the senders tell changes alone, where that was asked for and all have the same base."""
+        if not isinstance(transport, StagingTransport):
+            if self._options.is_delta:
+                self._why_dense = f"{transport.route!r} copies from the trainer's own tensors, and sends nothing"
+            return
+        if not self._options.is_delta:
+            if transport.is_keeping:
+                transport.keep([], self._clock.left)
+            return
+        kept: Sequence[int] = ()
+        self._why_dense = self._why_unreadable()
+        if not self._why_dense:
+            kept, self._why_dense = transport.keep(self._agreed.digests, self._clock.left)
+        if self._why_dense:
+            transport.keep([], self._clock.left)
+            return
+        base = self._session.sent
+        self._why_dense = self._why_no_base(base, kept)
+        if base is not None and not self._why_dense:
+            transport.tell_changes(base.round_id)
+            self._is_delta = True
+
+    def _why_unreadable(self) -> str:
+        for one, summary in zip(self._agreed.receivers, self._agreed.summaries, strict=True):
+            if summary.unreadable:
+                return f"the receiver on {one.device_name} cannot tell what it was sent: {summary.unreadable}"
+        return ""
+
+    def _why_no_base(self, base: SentRound | None, kept: Sequence[int]) -> str:
+        """Return why changes since the last round do not do; "" if they do."""
+        if base is None:
+            return "there is no base yet: the round before was none with delta=True between these, or it failed"
+        if (base.kind, base.digests, base.staging_bytes) != (
+            self._session.kind,
+            self._agreed.digests,
+            self._staging_bytes,
+        ):
+            return f"version {base.version} was sent by another plan or route, or in staging buffers of another size"
+        if any(one != base.round_id for one in kept):
+            return f"a trainer rank has not kept what it sent as version {base.version}"
+        for one, held in zip(self._agreed.receivers, self._held, strict=True):
+            if held != base.round_id:
+                return f"the receiver on {one.device_name} does not hold version {base.version} as this trainer sent it"
+        return ""
+
+    def _sent(self) -> SentRound | None:
+        """Return what the next round's changes may be told against, after this one's commit."""
+        transport = self._session.transports[self._session.kind]
+        if not isinstance(transport, StagingTransport) or not transport.is_keeping:
+            return None
+        return SentRound(self._id, self._options.version, self._session.kind, self._agreed.digests, self._staging_bytes)
+
     # ----------------------------------------------------------------------------------------------- move
 
     def _move(self) -> list[int]:
         """Move all that this round moves; returns what each receiver lacks then."""
         digests, kind = self._agreed.digests, self._session.kind
+        transport = self._open(kind, digests)
+        self._choose_base(transport)
         if not self._agreed.fallback and not self._options.is_verified:
-            transport = self._open(kind, digests)
             self._moved, missing = transport.move_last(self._id, digests, self._options.is_checked, self._clock.left)
             return missing
-        self._moved = self._transfer(digests, kind)
+        self._moved = transport.move(self._id, digests, self._options.is_checked, self._clock.left)
         self._load(self._agreed.fallback)
         self._loaded = self._agreed.nbytes(self._agreed.fallback) * len(self._receivers)
         if self._options.is_verified:

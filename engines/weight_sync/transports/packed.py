@@ -23,6 +23,8 @@ class StagingTransport(Transport):
         self._counts: dict[str, list[int]] = {}
         """For each plan how many buckets each sender packs."""
         self._slot_bytes = 0
+        self._kept: frozenset[str] = frozenset()
+        self._base = 0
 
     def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: TimeLeft) -> int:
         if slot_bytes != self._slot_bytes:
@@ -32,6 +34,26 @@ class StagingTransport(Transport):
             if digest not in self._counts:
                 self._counts[digest] = self._give_plan(digest, digests, slot_bytes, left)
         return num_opened
+
+    def keep(self, digests: Sequence[str], left: TimeLeft) -> tuple[list[int], str]:
+        """Have senders keep a copy of all that these plans send from now on; with none, give up what they have.
+
+        Returns:
+            The round of which each sender has copies already, 0 for none, and the reason why some cannot, or "".
+        """
+        self._kept, self._base = frozenset(digests), 0
+        found = self._senders.call("keep_sent", [(sorted(self._kept), self._slot_bytes)] * len(self._senders), left())
+        rounds, reasons = zip(*found, strict=True)
+        return list(rounds), next(filter(None, reasons), "")
+
+    def tell_changes(self, base: int) -> None:
+        """Tell what the plans of ``keep`` send as changes since round ``base``, which senders and receivers have."""
+        self._base = base
+
+    @property
+    def is_keeping(self) -> bool:
+        """Senders keep copies of what they send."""
+        return bool(self._kept)
 
     @abstractmethod
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
@@ -63,6 +85,8 @@ class StagingTransport(Transport):
                     bucket=one[1],
                     slot=step % 2,
                     is_checked=is_checked(step),
+                    is_kept=one[0] in self._kept,
+                    base=self._base if one[0] in self._kept else 0,
                     waits_by_event=self.waits_by_event,
                     sender=sender,
                 )
