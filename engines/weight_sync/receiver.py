@@ -17,7 +17,7 @@ from torch import Tensor
 from rlcore._torch_private import copy_all
 from rlcore.engines.weight_sync.channels.shared_store import Ask, store_of
 from rlcore.engines.weight_sync.endpoint import EndpointInfo, endpoint_info
-from rlcore.engines.weight_sync.messages import Packing, PlanSummary, decoded
+from rlcore.engines.weight_sync.messages import Packing, PlanSummary, Reception, decoded
 from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket
 from rlcore.engines.weight_sync.planning.execution import PlanExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
@@ -155,6 +155,7 @@ class Receiver:
                 fallback=planner.fallback,
                 is_tested=planner.is_tested,
                 unreached=planner.unreached,
+                are_reached=planner.are_reached,
                 unreadable=planner.unreadable,
             )
         )
@@ -269,8 +270,8 @@ class Receiver:
             for order in orders:
                 nbytes = self._bucket(order).nbytes
                 if order.waits_by_event:
-                    self._events.wait(order.slot, order.sender)
-                moved += self._take(order, self._imported.received(order.sender, order.slot, nbytes))
+                    self._events.wait(order.slot, order.holder)
+                moved += self._take(order, self._imported.received(order.holder, order.slot, nbytes))
             for slot in {order.slot for order in orders if order.waits_by_event}:
                 self._events.record(slot)
             if not all(order.waits_by_event for order in orders):
@@ -303,16 +304,18 @@ class Receiver:
         if group is not None:
             group.leave()
 
-    def receive(self, packings: bytes) -> list[int]:
-        """Receive and unpack bucket after bucket; returns the bytes that each tells."""
+    def receive(self, receptions: bytes) -> list[int]:
+        """Receive, pass on and unpack bucket after bucket; returns the bytes that each tells."""
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         moved = []
-        for order in decoded(packings, list[Packing], "list of Packing"):
+        for one in decoded(receptions, list[Reception], "list of Reception"):
+            order = one.packing
             check_slot_bytes(order.slot_bytes)
             if self._buffer is None or self._buffer.numel() != order.slot_bytes:
                 self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            self._group.receive_message(self._buffer, order.sender)
+            nbytes = self._group.receive_message(self._buffer, one.source)
+            self._group.send_message(self._buffer[:nbytes], one.relays)
             moved.append(self._take(order, self._buffer))
         self._device.synchronize()
         return moved

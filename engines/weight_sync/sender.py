@@ -16,7 +16,7 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.weight_sync.channels.shared_store import store_of
 from rlcore.engines.weight_sync.endpoint import endpoint_info
-from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, Packing, Sending, decoded
+from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, Packing, Relaying, Sending, decoded
 from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket, BucketPiece, buckets_of, packing
 from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
@@ -249,6 +249,26 @@ class Sender:
             self._device.synchronize()
         return told
 
+    def relay(self, order: bytes | None) -> int:
+        """Pack a slot and send it to other ranks, or receive one, as a ``Relaying`` says; returns the bytes sent."""
+        if order is None:
+            return 0
+        one = decoded(order, Relaying, "relaying")
+        if one.packing is not None:
+            told, nbytes, slot = self._fill(one.packing)
+            if one.targets:
+                self._group(one.rendezvous).send_message(slot[:nbytes], one.targets)
+        else:
+            told, slot = 0, self._buffers(one.slot_bytes).slot(one.slot)
+            nbytes = self._group(one.rendezvous).receive_message(slot, one.source)
+        self._device.synchronize()
+        return told * len(one.targets)
+
+    def _group(self, rendezvous: str) -> SyncGroup:
+        if rendezvous not in self._groups:
+            raise StateError("this sender needs a process group to send; call join() first")
+        return self._groups[rendezvous]
+
     def open_events(self) -> list[Any]:
         """Return this process, and handles of an event for each slot, or none; see ``SlotEvents``."""
         return [self._info.process, self._events.export()]
@@ -278,7 +298,7 @@ class Sender:
         return bucket.payload_bytes, bucket.nbytes, slot
 
     def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form a process group for the route "collective"; all senders and receivers together."""
+        """Form a process group: for "collective" all senders and receivers together, for "relayed" all senders."""
         meet = store_of(rendezvous, None)
         self._groups[rendezvous] = SyncGroup(self._device, meet, rank, world_size, timeout_s, address=self._address)
 
@@ -291,12 +311,11 @@ class Sender:
     def send(self, order: bytes) -> int:
         """Pack and send bucket after bucket, as a ``Sending`` says; returns the bytes told to all receivers."""
         sending = decoded(order, Sending, "sending")
-        if sending.rendezvous not in self._groups:
-            raise StateError("send() needs a group; call join() first")
+        group = self._group(sending.rendezvous)
         sent = 0
         for one, ranks in zip(sending.packings, sending.receivers, strict=True):
             told, nbytes, slot = self._fill(one)
-            self._groups[sending.rendezvous].send_message(slot[:nbytes], ranks)
+            group.send_message(slot[:nbytes], ranks)
             sent += told * len(ranks)
         self._device.synchronize()
         return sent

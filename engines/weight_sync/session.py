@@ -21,10 +21,15 @@ from rlcore.engines.weight_sync.endpoint import EndpointInfo, check_versions
 from rlcore.engines.weight_sync.messages import PlanSummary, decoded
 from rlcore.engines.weight_sync.options import Clock, RoundOptions
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
-from rlcore.engines.weight_sync.transports.base import MeetingPlace, Transport
+from rlcore.engines.weight_sync.transports.base import MeetingPlace, Surroundings, Transport
 from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
-from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport, StagingTransport
+from rlcore.engines.weight_sync.transports.packed import (
+    PackedOnHostTransport,
+    PackedTransport,
+    SharedSlotsTransport,
+    StagingTransport,
+)
 from rlcore.engines.weight_sync.transports.reach import are_samples_needed
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
@@ -215,7 +220,7 @@ class _Round:
 
     def _staging_waits_by(self) -> str:
         """Return ``SyncReport.staging_waits_by``."""
-        if not self._moved or not issubclass(self._session.kind, PackedTransport):
+        if not self._moved or not issubclass(self._session.kind, SharedSlotsTransport):
             return ""
         return "event" if self._session.transports[self._session.kind].waits_by_event else "host"
 
@@ -264,7 +269,7 @@ class _Round:
         manifest: bytes = self._all_senders("manifest")[0]
         samples = self._all_senders("show_sample") if are_samples_needed(senders, receivers) else None
         common = [self._session.name, manifest, list(key[0])]
-        calls = [(*common, number, samples) for number in range(len(self._receivers))]
+        calls = [(*common, turn, samples) for turn in _turns(senders, receivers)]
         summaries = self._receivers.call("prepare", calls, self._clock.left())
         if samples is not None:
             self._all_senders("hide_sample")
@@ -288,10 +293,15 @@ class _Round:
 
     @property
     def _network_bytes(self) -> int:
-        """The bytes of weights that went to receivers on other machines than the sender's, in this round."""
+        """The bytes of weights that went from one machine to another in this round."""
         sent = sum((one.sent_bytes for one in self._session.transports.values()), Counter[tuple[int, int]]())
-        machines = [[one.machine for one in side] for side in (self._agreed.senders, self._agreed.receivers)]
-        return sum(nbytes for (of, to), nbytes in sent.items() if machines[0][of] != machines[1][to])
+        machines = self._around.machines
+        return sum(nbytes for (of, to), nbytes in sent.items() if machines[of] != machines[to])
+
+    @property
+    def _around(self) -> Surroundings:
+        machines = [one.machine for one in (*self._agreed.senders, *self._agreed.receivers)]
+        return Surroundings(machines, [summary.are_reached for summary in self._agreed.summaries])
 
     def _test_plans(self) -> None:
         summaries = self._all_receivers("self_test")
@@ -342,6 +352,7 @@ class _Round:
             self._agreed.senders,
             self._agreed.receivers,
             [summary.unreached for summary in self._agreed.summaries],
+            reached=self._around.reached,
             meets_anywhere=self._session.meets_anywhere,
         )
         if not reason and self._options.route is None:
@@ -359,7 +370,7 @@ class _Round:
 
     def _open(self, kind: type[Transport], digests: Sequence[str]) -> Transport:
         known = self._session.transports
-        transport = known.setdefault(kind, kind(self._senders, self._receivers, self._session.meet))
+        transport = known.setdefault(kind, kind(self._senders, self._receivers, self._session.meet, self._around))
         transport.is_asked = self._options.route is not None
         self._num_opened += transport.open(digests, self._staging_bytes, self._generation, self._clock.left)
         return transport
@@ -491,3 +502,13 @@ class _Round:
 
     def _all_receivers(self, method: str, *arguments: Any) -> list[Any]:
         return self._receivers.call(method, [arguments] * len(self._receivers), self._clock.left())
+
+
+def _turns(senders: Sequence[EndpointInfo], receivers: Sequence[EndpointInfo]) -> list[int]:
+    """Return the number by which each receiver chooses among replicas of the trainer that are equally near.
+
+    Those of one machine without a trainer rank choose alike: what they want alike crosses the network once.
+    """
+    here = {one.machine for one in senders}
+    far = list(dict.fromkeys(one.machine for one in receivers if one.machine not in here))
+    return [number if one.machine in here else far.index(one.machine) for number, one in enumerate(receivers)]

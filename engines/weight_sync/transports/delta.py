@@ -10,7 +10,7 @@ bucket, how many words changed. Parts of a message are aligned to 8 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 
 import torch
@@ -109,7 +109,7 @@ def _check_count(found: int, expected: int) -> None:
         raise SyncError(f"{expected} changes came with the places of {found}")
 
 
-def _sizes(encoding: Encoding, num_words: int, count: int, word: torch.dtype) -> Sequence[int]:
+def _sizes(encoding: Encoding, num_words: int, count: int, word: torch.dtype) -> list[int]:
     """Return the bytes of each part of a message."""
     values = count * word.itemsize
     match encoding:
