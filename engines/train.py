@@ -301,7 +301,8 @@ class TrainEngine(CheckpointedEngine):
         Args:
             version: number of the new weights, which completions name (``version_spans``); None is one more than the
                 targets'. Numbers of your own, such as those of steps, may also decrease: they are not compared.
-            route: "local", "direct", "packed", "collective" or "relayed" (docs/weight_sync.md); None takes the first that works.
+            route: "local", "direct", "packed", "collective" or "relayed" (docs/weight_sync.md); None takes the first
+                that works.
             staged: the targets keep their old weights whole until they have all new ones, in twice the memory.
             verify: compare every byte with what the target's own loader makes of the same weights; slow, and not with
                 ``staged``: that loader writes into the weights that are served.

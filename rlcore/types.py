@@ -383,8 +383,8 @@ class SyncReport:
     why_on_host: str = ""
     """The reason why "packed" used shared memory of the host instead of the devices; "" if it did not."""
     network_bytes: int = 0
-    """Bytes of weights that went from one machine to another, once for each machine however many receivers it has; those
-    that ``verify=True`` sends again are among them."""
+    """Bytes of weights that went from one machine to another, once for each machine, however many receivers it has;
+    those that ``verify=True`` sends again are among them."""
 
     is_delta: bool = False
     """Only what had changed since the receivers' version was told; ``moved_bytes`` are those of the changes."""

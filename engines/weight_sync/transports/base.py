@@ -35,7 +35,7 @@ class Surroundings(NamedTuple):
     """The machines of the two sides, and which memory each receiver can open."""
 
     machines: list[str]
-    """Of each sender, then of each receiver."""
+    """Boot ids, first those of the senders."""
     reached: list[list[bool]]
     """For each receiver, and each sender, True if the receiver can open the sender's memory."""
 

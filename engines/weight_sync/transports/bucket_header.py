@@ -25,16 +25,16 @@ class BucketHeader(NamedTuple):
     round_id: int
     bucket: int
     nbytes: int
-    """Of the whole bucket, with header and gaps (``Bucket.nbytes``)."""
+    """The size of the whole bucket, with header and gaps (``Bucket.nbytes``)."""
     base: int
     """The round whose bucket this one is told against; 0: it is told whole."""
     message_bytes: int
-    """Of the slot in use, with the header: fewer than ``nbytes`` where only changes are told."""
+    """The bytes of the slot in use, with the header: fewer than ``nbytes`` where only changes are told."""
     encoding: int = 0
     """An ``Encoding``."""
     num_changed: int = 0
     checksum: int = 0
-    """Of the whole bucket, header left out; 0 where nothing compares it."""
+    """The sum of the whole bucket, header left out; 0 where nothing compares it."""
 
     def write(self, slot: Tensor, total: Tensor | None = None) -> None:
         """Write it to the beginning of a slot, [n] uint8.

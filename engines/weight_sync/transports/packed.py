@@ -103,7 +103,7 @@ class StagingTransport(Transport):
 
 
 class SlotStep(NamedTuple):
-    """What happens to one slot of every sender."""
+    """One slot of every sender is filled, and unpacked then."""
 
     fillings: Sequence[Packing | Relaying | None]
     """For each sender what it does to fill its slot; None: nothing."""

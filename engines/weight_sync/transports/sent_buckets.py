@@ -21,7 +21,7 @@ Key = tuple[str, int, int]
 
 class _Copy(NamedTuple):
     data: Tensor
-    """Of a bucket without its header, [nbytes - 512] uint8."""
+    """The bucket without its header, [nbytes - 512] uint8."""
     round_id: int
     """The round in which it was sent; 0: none yet."""
 
