@@ -19,9 +19,9 @@ import msgspec
 from rlcore.atomic import is_special, write_file
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
-from rlcore.bench.measure import Sampling
+from rlcore.bench.measurement.measure import Sampling
+from rlcore.bench.measurement.telemetry import joined, marks
 from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, write
-from rlcore.bench.telemetry import joined, marks
 from rlcore.device import Device
 from rlcore.errors import BenchError
 from rlcore.settings import Settings

@@ -17,7 +17,7 @@ from once import ONCE, run_once
 from rlcore.bench import plugin
 from rlcore.bench.case import Case, Work, load_cases, select_cases
 from rlcore.bench.cases import attention, dispatch, kernel_inputs, kernel_scans, kernels
-from rlcore.bench.measure import run_case
+from rlcore.bench.measurement.measure import run_case
 from rlcore.errors import BenchError
 from rlcore.registry import get_device, registry
 from tests.accuracy import rounding

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from rlcore.bench.compare import difference, disturbance
 from rlcore.bench.record import CaseResult, Record
-from rlcore.bench.summary import is_ours, median, outcomes, peer_comparisons, unit
-from rlcore.bench.tables import ResultTable
-from rlcore.bench.text import count, rate, seconds, words
+from rlcore.bench.reports.summary import is_ours, median, outcomes, peer_comparisons, unit
+from rlcore.bench.reports.tables import ResultTable
+from rlcore.bench.reports.text import count, rate, seconds, words
 
 PHASES = ("generate", "old_logprob", "update", "sync", "switch", "reward")
 """The parts of rl/step; "the rest" follows them."""

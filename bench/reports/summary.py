@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from rlcore.bench.record import Calibration, CaseResult, Record, System
-from rlcore.bench.text import quantity
+from rlcore.bench.reports.text import quantity
 from rlcore.registry import registry
 
-_PEAKS = Path(__file__).with_name("peaks.toml")
-_TARGETS = Path(__file__).with_name("targets.toml")
+_PEAKS = Path(__file__).parents[1] / "peaks.toml"
+_TARGETS = Path(__file__).parents[1] / "targets.toml"
 
 
 def times(result: CaseResult) -> list[float]:

@@ -21,9 +21,9 @@ import torch
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.device_clock import DeviceClock, Flush
+from rlcore.bench.measurement.device_clock import DeviceClock, Flush
+from rlcore.bench.measurement.telemetry import Monitor, marks
 from rlcore.bench.record import CaseResult, Metric, Status
-from rlcore.bench.telemetry import Monitor, marks
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
