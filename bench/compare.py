@@ -270,8 +270,8 @@ class Comparison:
     @property
     def geometric_mean(self) -> float | None:
         """The mean of the ratios of which more is known than that chance may make them."""
-        told = [row.difference.ratio for row in self.rows if row.difference and row.verdict != "cannot tell"]
-        logs = [math.log(ratio) for ratio in told]
+        ratios = [row.difference.ratio for row in self.rows if row.difference and row.verdict != "cannot tell"]
+        logs = [math.log(ratio) for ratio in ratios]
         return math.exp(statistics.fmean(logs)) if logs else None
 
 

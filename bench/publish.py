@@ -109,8 +109,8 @@ def _chosen(shown: ReadmeRow, record: Record, selector: Selector, whose: str) ->
     which = f" for {', '.join(map(str, selector.values()))}" if selector else f" {whose}" if shown.beside == {} else ""
     why = f"has no number{which} in" if results else "is not in"
     broken = "; ".join(f"{one.implementation}: {one.status}: {one.reason}" for one in results if one.reason)
-    told = f" ({broken})" if broken else ""
-    raise BenchError(f"{shown.case} {why} {shown.record}.json{told}; the README shows only what passed")
+    reasons = f" ({broken})" if broken else ""
+    raise BenchError(f"{shown.case} {why} {shown.record}.json{reasons}; the README shows only what passed")
 
 
 def _value(result: CaseResult, shown: ReadmeRow) -> float:

@@ -179,8 +179,8 @@ def continued(earlier: Record, now: Record) -> Record:
     """
     found = {name: pair for name, pair in what_differs(earlier, now).items() if name not in ("commit", *NOTES)}
     if found:
-        told = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
-        raise BenchError(f"the record was not made like this run, which cannot go on with it: {told}")
+        differences = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
+        raise BenchError(f"the record was not made like this run, which cannot go on with it: {differences}")
     calls = [*calls_of(earlier), _call_of(now)]
     return noted(msgspec.structs.replace(earlier, calls=calls), now.system.hw_notes)
 
@@ -228,14 +228,14 @@ def _joined(first: CaseResult, second: CaseResult) -> CaseResult:
         for metric in first.metrics
     ]
     rounds = [*(first.rounds or [len(first.samples("time"))]), len(second.samples("time"))]
-    told = joined(first.telemetry, second.telemetry) if first.telemetry and second.telemetry else first.telemetry
+    telemetry = joined(first.telemetry, second.telemetry) if first.telemetry and second.telemetry else first.telemetry
     return msgspec.structs.replace(
         first,
         metrics=metrics,
         rounds=rounds,
         rounds_at=first.rounds_at + second.rounds_at if first.rounds_at and second.rounds_at else [],
-        telemetry=told,
-        marks=marks(told) if told else [],
+        telemetry=telemetry,
+        marks=marks(telemetry) if telemetry else [],
     )
 
 

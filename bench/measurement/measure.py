@@ -331,11 +331,11 @@ class Trial:
         return [elapsed / runs]
 
 
-def _each(name: str, told: float | Sequence[float]) -> list[float]:
-    """Return the values that a case told, one or several."""
-    values = list(told) if isinstance(told, Sequence) else [told]
-    if not values or not all(0 < value < math.inf for value in values):
-        raise ValueError(f"the case says that {name} is {told!r}; a record takes positive numbers alone")
+def _each(name: str, value: float | Sequence[float]) -> list[float]:
+    """Return the values that a case value, one or several."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if not values or not all(0 < one < math.inf for one in values):
+        raise ValueError(f"the case says that {name} is {value!r}; a record takes positive numbers alone")
     return values
 
 

@@ -75,10 +75,10 @@ def answers(runs: Sequence[ReportRun]) -> ResultTable:
 
 
 def _shown(cell: _Cell, run: ReportRun, first: tuple[_Cell | None, ReportRun], has_models: bool) -> str:
-    told = [str(cell.params["model"])] if has_models and "model" in cell.params else []
+    notes = [str(cell.params["model"])] if has_models and "model" in cell.params else []
     if cell.value is not None and first[0] is not None and first[0].value is not None and run is not first[1]:
-        told.append(_against(cell, cell.value / first[0].value, first[0], (run, first[1])))
-    return f"{cell.text} ({', '.join(filter(None, told))})" if any(told) else cell.text
+        notes.append(_against(cell, cell.value / first[0].value, first[0], (run, first[1])))
+    return f"{cell.text} ({', '.join(filter(None, notes))})" if any(notes) else cell.text
 
 
 def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, ReportRun]) -> str:
@@ -160,8 +160,8 @@ def _ahead(run: ReportRun) -> _Cell | None:
     found = sorted(theirs.seconds / ours.seconds for theirs, ours in both if theirs and ours)
     if not found:
         return None
-    told = f"{len(found)} cases: {found[0]:.2f} to {found[-1]:.2f}" if len(found) > 1 else "1 case"
-    return _Cell(f"{statistics.geometric_mean(found):.2f} ({told})")
+    spread = f"{len(found)} cases: {found[0]:.2f} to {found[-1]:.2f}" if len(found) > 1 else "1 case"
+    return _Cell(f"{statistics.geometric_mean(found):.2f} ({spread})")
 
 
 def _reached(run: ReportRun) -> _Cell | None:
@@ -174,8 +174,8 @@ def _disturbed(run: ReportRun) -> _Cell | None:
     """Reasons outside the machine, or in its cooling, for which numbers may be too bad; the caveats say more."""
     passed = run.record.passed()
     kinds = Counter(kind for result in passed for kind in result.kinds_of_marks())
-    told = ", ".join(f"{kind}: {number}" for kind, number in sorted(kinds.items()))
-    return _Cell(f"{told} of {len(passed)} results" if told else "nothing that was seen")
+    counts = ", ".join(f"{kind}: {number}" for kind, number in sorted(kinds.items()))
+    return _Cell(f"{counts} of {len(passed)} results" if counts else "nothing that was seen")
 
 
 _QUESTIONS: dict[str, Question] = {

@@ -248,8 +248,10 @@ def _limit(run: ReportRun, name: str) -> str:
     if calibration is None or name not in calibration.limits:
         return "n/a"
     value, sheet = calibration.limits[name], peak(run.record.system, name)
-    told = f"; datasheet {rate(sheet.value, unit(name))} ({value / sheet.value:.0%})" if sheet else "; datasheet n/a"
-    return rate(value, unit(name)) + told
+    datasheet = (
+        f"; datasheet {rate(sheet.value, unit(name))} ({value / sheet.value:.0%})" if sheet else "; datasheet n/a"
+    )
+    return rate(value, unit(name)) + datasheet
 
 
 def _num_missing(record: Record) -> int:

@@ -100,9 +100,9 @@ def run(
     durations = Durations(on, plan)
     limit = TimeLimit(within, durations, started)
     minutes = max(1, round(durations.total(chosen) / 60))
-    told = "" if within is None else f"; what does not fit into {within:g} min is skipped"
+    skipping = "" if within is None else f"; what does not fit into {within:g} min is skipped"
     number = f"{len(chosen)} case{'s' * (len(chosen) != 1)}"
-    print(f"{number} on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
+    print(f"{number} on {on.name}, about {minutes} min ({effort}){skipping}", file=sys.stderr)
     with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
         record = noted(isolated.new_record(effort), note)
         record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)

@@ -76,9 +76,9 @@ def print_comparison(found: Comparison) -> None:
     table = compared_table(found)
     print_table(*table)
     counts = Counter(row.verdict for row in found.rows)
-    told = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
+    counted = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
-    print_text(", ".join(dict.fromkeys(told)) + mean)
+    print_text(", ".join(dict.fromkeys(counted)) + mean)
     both = {row[0] for row in table.rows}
     if left_out := [row.case for row in found.rows if row.case not in both]:
         folders = ", ".join(dict.fromkeys(case.partition("/")[0] for case in left_out))
