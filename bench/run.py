@@ -35,7 +35,7 @@ Report = Callable[[Case, list[CaseResult]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The amount that a run measures."""
+    """The size of a run: its kind, rounds and samples."""
 
     effort: Effort
     rounds: int
@@ -212,7 +212,7 @@ def _rounds_of(results: list[CaseResult]) -> float:
 
 
 def _merged(earlier: list[CaseResult], later: list[CaseResult]) -> list[CaseResult]:
-    """All samples of what passed in every round; the failure of what did not."""
+    """Return all samples of the results that passed in every round, and the failures of the others."""
     if any(not result.implementation for result in later):  # the case as a whole failed
         return later
     found = {identity(result): result for result in later}
@@ -271,7 +271,7 @@ class Durations:
         return case.estimate_s if self._is_host else case.device_estimate_s or case.estimate_s + _ON_DEVICE_S
 
     def of(self, case: Case) -> float:
-        """All its rounds."""
+        """Return the seconds of all rounds of a case."""
         known = self._known.get(case.name)
         is_repeated = known.is_repeated if known else case.estimate_s < _WHOLE_PROGRAM_S
         return self.of_round(case) * (self._plan.rounds if is_repeated else 1)
@@ -290,7 +290,7 @@ class Durations:
 
 
 class TimeLimit:
-    """Until when a run may last."""
+    """The time limit of a run."""
 
     def __init__(self, minutes: float | None, durations: Durations, started: float) -> None:
         """``minutes`` count from ``started``, by ``time.monotonic``; None: as long as it takes."""

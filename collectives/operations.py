@@ -103,7 +103,7 @@ class Operations(ABC):
         Args:
             tensor: any shape, the same on all ranks; of ``device.collectives.dtypes()``.
             op: of ``device.collectives.reduce_ops()``.
-            factor: of "premul_sum": this rank's values count so many times.
+            factor: for op "premul_sum", by which this rank's values are multiplied first.
 
         Raises:
             UnsupportedError: the operator has no meaning for the dtype.

@@ -58,7 +58,7 @@ def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtyp
 
 
 def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> None:
-    """Outputs of the last queries, and the gradient of those queries, in float64."""
+    """Compare the outputs of the last queries, and the gradient of those queries, with float64."""
     queries, keys, values = q[0, 0, -_CHECKED:].double().detach().requires_grad_(), k[0, 0].double(), v[0, 0].double()
     scores = queries @ keys.detach().T * queries.shape[-1] ** -0.5
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - _CHECKED + 1)

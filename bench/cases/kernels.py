@@ -1,6 +1,6 @@
 """Log-probabilities from logits and from hidden states: each registered implementation against the others and peers.
 
-``linear_loss`` stands at the sizes of training steps beside the three products that nobody can do without.
+``linear_loss`` runs at the sizes of training steps, beside the three matrix products that every implementation must do.
 
 Letters: T tokens, V vocabulary, H hidden size.
 """
@@ -147,7 +147,7 @@ def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -
     return Work(
         tuple(contender(*scorer) for scorer in scorers.items()),
         inputs.params,
-        # The logits and both gradients; that some make the logits twice is not needed.
+        # The logits and both gradients; some implementations make the logits twice, which is not needed.
         flops=(6 if backward else 2) * size.T * size.V * size.H,
         bytes=(2 if backward else 1) * (size.T + size.V) * size.H * size.dtype.itemsize,
         runs_on="stream",
@@ -244,20 +244,22 @@ def _prepare_loss(device: Device, *, size: HeadSize) -> Work:
 
 
 def _bare_products(inputs: Inputs) -> Callable[[], None]:
-    """The device's own, on numbers like those of a training step; what they give means nothing."""
+    """Return the device's own three products, on numbers like those of a training step; their results mean nothing."""
     size, hidden_TH, weight_VH = inputs.size, inputs.hidden_TH, inputs.weight_VH
-    room_TV = torch.randn(min(size.T, _WEIGHT_ROWS), size.V, device=hidden_TH.device, dtype=size.dtype)
+    workspace_TV = torch.randn(min(size.T, _WEIGHT_ROWS), size.V, device=hidden_TH.device, dtype=size.dtype)
     hidden_gradient_TH = torch.empty_like(hidden_TH)
     weight_gradient_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run() -> None:
         for start in range(0, size.T, _LOGITS_ROWS):
-            rows, room = slice(start, start + _LOGITS_ROWS), room_TV[start % len(room_TV) :][:_LOGITS_ROWS]
-            torch.mm(hidden_TH[rows], weight_VH.T, out=room)
-            torch.mm(room, weight_VH, out=hidden_gradient_TH[rows])
+            rows = slice(start, start + _LOGITS_ROWS)
+            workspace = workspace_TV[start % len(workspace_TV) :][:_LOGITS_ROWS]
+            torch.mm(hidden_TH[rows], weight_VH.T, out=workspace)
+            torch.mm(workspace, weight_VH, out=hidden_gradient_TH[rows])
         for start in range(0, size.T, _WEIGHT_ROWS):
             rows = slice(start, start + _WEIGHT_ROWS)
-            torch.addmm(weight_gradient_VH, room_TV.T, hidden_TH[rows], out_dtype=torch.float32, out=weight_gradient_VH)
+            out: dict[str, Any] = {"out_dtype": torch.float32, "out": weight_gradient_VH}
+            torch.addmm(weight_gradient_VH, workspace_TV.T, hidden_TH[rows], **out)
 
     return run
 

@@ -1,7 +1,7 @@
 """Memory of the device and of the host: how fast it is read, written, copied between them, and allocated.
 
-``copies`` ask what the links reach. ``host_memory`` sets buffers of exact size beside torch's, and batches of tensors
-beside one large copy.
+``copies`` measure the links. ``host_memory`` compares buffers of exact size with torch's, and batches of tensors with
+one large copy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The answer in one table: how fast runs are for reinforcement learning, what limits them, how they compare."""
+"""The first table of the report: how fast runs are for reinforcement learning, what limits them, how they compare."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReportRun:
 
     @property
     def step(self) -> CaseResult | None:
-        """The whole step of reinforcement learning, told by phase and on how many devices, as ``rl/step`` does."""
+        """Return the result of a whole step of reinforcement learning with all its phases, as ``rl/step`` has it."""
         step = self.first("rl/step", "trained_tokens")
         is_whole = step is not None and all(map(step.has, PHASES))
         return step if is_whole and step and isinstance(step.params.get("devices", 1), int) else None
@@ -82,7 +82,7 @@ def _shown(cell: _Cell, run: ReportRun, first: tuple[_Cell | None, ReportRun], h
 
 
 def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, ReportRun]) -> str:
-    """Return how ``cell`` compares with ``first``; a ratio that chance alone may make is not told."""
+    """Return how ``cell`` compares with ``first``; a ratio that may be chance alone is left out."""
     if cell.params.get("model") != first.params.get("model"):
         return "other model: not comparable"
     if {**cell.params, **_ANY_NUMBER} != {**first.params, **_ANY_NUMBER}:
@@ -119,7 +119,7 @@ def _bubble(run: ReportRun) -> _Cell | None:
 
 
 def _trained_alone(run: ReportRun) -> _Cell | None:
-    """The first contender of rlcore: the others cost time to save memory or have uneven lengths."""
+    """Return the rate of rlcore's first contender: the others trade time for memory, or have uneven lengths."""
     case, metric = "train/dense_1.5b", "tokens_a_device"
     results = (one for one in run.record.passed() if one.name == case and is_ours(one) and one.has(metric))
     result = next(results, None)
@@ -127,7 +127,7 @@ def _trained_alone(run: ReportRun) -> _Cell | None:
 
 
 def _priced(form: Callable[[float, float], str], number: Callable[[CaseResult, float], float]) -> Question:
-    """Ask for a number of a step and of the USD that its devices cost a second; it is told with the price given."""
+    """Return a question about a step and the USD that its devices cost a second; it has no answer without a price."""
 
     def question(run: ReportRun) -> _Cell | None:
         step, price = run.step, run.usd_per_hour
@@ -171,7 +171,7 @@ def _reached(run: ReportRun) -> _Cell | None:
 
 
 def _disturbed(run: ReportRun) -> _Cell | None:
-    """Reasons outside the machine, or in its cooling, for which numbers may be too bad; the caveats say more."""
+    """Count the marks of results, such as throttling or other users of the machine; the caveats say more."""
     passed = run.record.passed()
     kinds = Counter(kind for result in passed for kind in result.kinds_of_marks())
     counts = ", ".join(f"{kind}: {number}" for kind, number in sorted(kinds.items()))
