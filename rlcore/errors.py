@@ -18,6 +18,8 @@ They are of these classes::
     │   └── PeerDiedError                       a rank's process has ended
     ├── CheckpointError                         a checkpoint is missing, damaged, foreign or not writable
     ├── SyncError                               a weight sync failed; says what state the engine is in
+    ├── RolloutError                            episodes cannot go on, or a reward function failed
+    │   └── RolloutTimeoutError (TimeoutError)  they, or it, did not end in time
     └── BenchError                              a benchmark cannot run, or its record is unreadable
 
 A message names the object, the value given, what is accepted and what to do.
@@ -161,6 +163,14 @@ class CheckpointError(RlcoreError):
 
 class SyncError(RlcoreError):
     """A weight sync failed. The message says what state the receiving engine was left in."""
+
+
+class RolloutError(RlcoreError):
+    """Episodes cannot go on: no sampler is left, or too many failed in a row. Or a reward function failed."""
+
+
+class RolloutTimeoutError(RolloutError, TimeoutError):
+    """Episodes, or a reward function, did not end in time."""
 
 
 class BenchError(RlcoreError):
