@@ -19,7 +19,7 @@ Key = tuple[str, int, int]
 """Digest of the plan, size of a slot, number of the bucket."""
 
 
-class _Copy(NamedTuple):
+class _SentCopy(NamedTuple):
     data: Tensor
     """The bucket without its header, [nbytes - 512] uint8."""
     round_id: int
@@ -31,7 +31,7 @@ class SentBuckets:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._copies: dict[Key, _Copy] = {}
+        self._copies: dict[Key, _SentCopy] = {}
         held_memory.report(self, SentBuckets._held)
 
     def _held(self) -> dict[str, int]:
@@ -49,7 +49,7 @@ class SentBuckets:
             for key, count in nbytes.items():
                 if key not in self._copies:
                     data = torch.empty(count - ALIGNMENT, dtype=torch.uint8, device=self._torch_device)
-                    self._copies[key] = _Copy(data, 0)
+                    self._copies[key] = _SentCopy(data, 0)
         except RuntimeError:
             self._copies = {}
             return f"{self._device.name} has no memory for a copy of what is sent, {sum(nbytes.values())} bytes"
@@ -89,7 +89,7 @@ class SentBuckets:
             whole[: message.numel()].copy_(message)
         else:
             data.copy_(whole)
-        self._copies[key] = _Copy(data, round_id)
+        self._copies[key] = _SentCopy(data, round_id)
         header.write(slot, total)
         return header.message_bytes
 
