@@ -64,11 +64,11 @@ def new_trainer(policy: Any, qwen2_folder: Path) -> Callable[[], rlcore.TrainEng
     return new
 
 
-def test_workers_of_two_hosts_form_a_world_through_the_board(two_raylets: str) -> None:
+def test_workers_of_two_hosts_form_a_world_through_the_store_actor(two_raylets: str) -> None:
     group = start_workers(Worker, "e", ["host-a/cpu:0", "host-b/cpu:0"], launcher="ray", timeout_s=100)
     try:
         found = ask_all(group, "where")
-        assert [one[:3] for one in found] == [["host-a", "cpu:0", "board"], ["host-b", "cpu:0", "board"]]
+        assert [one[:3] for one in found] == [["host-a", "cpu:0", "ray-store"], ["host-b", "cpu:0", "ray-store"]]
         assert all(one[3] != "lo" for one in found), "the interface at which the other host can be reached"
         assert ask_all(group, "reduce") == [3.0, 3.0]
         assert ask_all(group, "reduce") == [3.0, 3.0]
