@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlcore import __version__
@@ -222,6 +223,17 @@ def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster
         return cluster
 
 
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[Any]:
+    """Join the cluster at ``address`` for the block, which gets the module ``ray``. Raises as ``connect``."""
+    ray = _import_ray()
+    _join(ray, address)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
 def disconnect() -> None:
     """End this program's agents; afterwards it can connect to another cluster."""
     with _lock:
@@ -247,7 +259,7 @@ def _import_ray() -> Any:
 
 def _join(ray: Any, address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(
             f"no Ray cluster can be joined at {address!r}: {first_line(error)}; start one with `ray start --head`, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import rlcore
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.errors import DeviceError, InvalidInputError, WorkerDiedError
 from rlcore.process.status import start_time
+from tests.conftest import RunPython
 from tests.engines.ask import ask_all
 from tests.engines.train_batches import assert_same_weights, packed_batch
 
@@ -125,3 +127,16 @@ def test_a_host_that_is_lost_is_named_and_the_other_is_left(two_raylets: str, wa
     other = start_workers(Worker, "e", ["host-a/cpu:0"], launcher="ray", timeout_s=100)
     assert ask_all(other, "where")[0][0] == "host-a"
     other.stop()
+
+
+def test_ps_lists_the_workers_of_all_hosts(two_raylets: str, run_python: RunPython, runtime_folder: Path) -> None:
+    group = start_workers(Worker, "e", ["host-a/cpu:0", "host-b/cpu:0"], launcher="ray", timeout_s=100)
+    try:
+        environment = {"RLCORE_RUNTIME": str(runtime_folder)}  # Ray's token is in this process's
+        listed = run_python(["-m", "rlcore", "ps", "--address", two_raylets, "--json"], env=environment)
+        assert listed.returncode == 0, listed.stderr
+        found = {one["host"]: [process["pid"] for process in one["processes"]] for one in json.loads(listed.stdout)}
+        for worker in group.workers:
+            assert worker.process_id in found[worker.context.host]
+    finally:
+        group.stop()
