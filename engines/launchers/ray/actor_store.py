@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlcore._torch_private import Store
-from rlcore.engines.launchers.ray.store_actor import Operation, StoreAnswer, StoreRequest
+from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, Operation
 from rlcore.errors import CollectiveError, UnsupportedError
 from rlcore.process.framing import read_message, write_message
 from rlcore.process.socket_address import socket_address
@@ -74,18 +74,18 @@ class ActorStore(Store):
     def clone(self) -> ActorStore:
         return ActorStore(self._name, self._timeout_s)
 
-    def _waited(self, operation: Operation, keys: list[str], timeout: timedelta | None = None) -> StoreAnswer:
+    def _waited(self, operation: Operation, keys: list[str], timeout: timedelta | None = None) -> ActorStoreAnswer:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         answer = self._ask(operation, *keys, timeout_s=timeout_s)
         if answer.missing:
             raise dist.DistStoreError(f"keys {answer.missing} did not come to the store actor within {timeout_s:g} s")
         return answer
 
-    def _ask(self, operation: Operation, *keys: str, **fields: Any) -> StoreAnswer:
+    def _ask(self, operation: Operation, *keys: str, **fields: Any) -> ActorStoreAnswer:
         pipe = self._pipe()
         try:
-            write_message(pipe, StoreRequest(operation, [f"{self._name}/{key}" for key in keys], **fields))
-            answer: StoreAnswer | None = read_message(pipe, StoreAnswer)
+            write_message(pipe, ActorStoreRequest(operation, [f"{self._name}/{key}" for key in keys], **fields))
+            answer: ActorStoreAnswer | None = read_message(pipe, ActorStoreAnswer)
         except OSError:
             answer = None
         if answer is None:

@@ -20,7 +20,7 @@ from rlcore.engines.launchers.ray.agent import Agent
 from rlcore.engines.launchers.ray.hosts import hosts_of
 from rlcore.engines.launchers.ray.link import ASK_S, HostLink
 from rlcore.engines.launchers.ray.rendezvous import StoreRendezvous
-from rlcore.engines.launchers.ray.store_actor import StoreActor, StoreRequest
+from rlcore.engines.launchers.ray.store_actor import ActorStoreRequest, StoreActor
 from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
 from rlcore.engines.launchers.ray.watchdog import MARK
 from rlcore.engines.launchers.ray.wire import encoded
@@ -184,7 +184,7 @@ def _store_actor(ray: Any) -> Any:
 def _answers(store: Any) -> bool:
     """Return True if the store actor lives."""
     try:
-        plain_bytes(store.ask.remote(encoded(StoreRequest("check", []))), ASK_S)
+        plain_bytes(store.ask.remote(encoded(ActorStoreRequest("check", []))), ASK_S)
     except Exception:  # Ray says it in many ways
         return False
     return True

@@ -8,7 +8,7 @@ import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from rlcore.engines.launchers.ray.store_actor import StoreRequest
+from rlcore.engines.launchers.ray.store_actor import ActorStoreRequest
 from rlcore.engines.launchers.ray.store_names import RAY_STORE
 from rlcore.engines.launchers.ray.wire import encoded
 
@@ -45,4 +45,4 @@ def _remove(link: HostLink, path: str, owner: int) -> None:
 def _forget(actor: Any, path: str, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(Exception):  # Ray may have been shut down
-            actor.ask.remote(encoded(StoreRequest("forget", [path])))
+            actor.ask.remote(encoded(ActorStoreRequest("forget", [path])))

@@ -13,7 +13,7 @@ import msgspec
 Operation = Literal["set", "get", "add", "compare_set", "wait", "check", "delete", "count", "forget"]
 
 
-class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
+class ActorStoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """A question to the store actor."""
 
     operation: Operation
@@ -24,7 +24,7 @@ class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     timeout_s: float = 0.0
 
 
-class StoreAnswer(msgspec.Struct, array_like=True, frozen=True):
+class ActorStoreAnswer(msgspec.Struct, array_like=True, frozen=True):
     """The answer. ``missing`` are the keys that did not come in time."""
 
     value: bytes = b""
@@ -43,27 +43,27 @@ class StoreActor:
         self._awaited: dict[str, asyncio.Event] = {}
 
     async def ask(self, data: bytes) -> bytes:
-        """Take a ``StoreRequest``, return a ``StoreAnswer``."""
-        request = msgspec.msgpack.decode(data, type=StoreRequest)
+        """Take a ``ActorStoreRequest``, return a ``ActorStoreAnswer``."""
+        request = msgspec.msgpack.decode(data, type=ActorStoreRequest)
         answer = await self._wait(request) if request.operation in ("get", "wait") else self._at_once(request)
         return msgspec.msgpack.encode(answer)
 
-    async def _wait(self, request: StoreRequest) -> StoreAnswer:
+    async def _wait(self, request: ActorStoreRequest) -> ActorStoreAnswer:
         try:
             async with asyncio.timeout(request.timeout_s):
                 for key in request.keys:
                     while key not in self._values:
                         await self._awaited.setdefault(key, asyncio.Event()).wait()
         except TimeoutError:
-            return StoreAnswer(missing=[key for key in request.keys if key not in self._values])
-        return StoreAnswer(self._values.get(request.keys[0], b""))
+            return ActorStoreAnswer(missing=[key for key in request.keys if key not in self._values])
+        return ActorStoreAnswer(self._values.get(request.keys[0], b""))
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
         if (event := self._awaited.pop(key, None)) is not None:
             event.set()
 
-    def _at_once(self, request: StoreRequest) -> StoreAnswer:
+    def _at_once(self, request: ActorStoreRequest) -> ActorStoreAnswer:
         values, keys = self._values, request.keys
         match request.operation:
             case "set":
@@ -71,20 +71,20 @@ class StoreActor:
             case "add":
                 total = int(values.get(keys[0], b"0")) + request.amount
                 self._put(keys[0], str(total).encode())
-                return StoreAnswer(number=total)
+                return ActorStoreAnswer(number=total)
             case "compare_set":
                 # As torch's TCPStore: an absent key is made where nothing is expected, else that comes back.
                 present = values.get(keys[0])
                 if present == request.expected or (present is None and not request.expected):
                     self._put(keys[0], request.value)
-                return StoreAnswer(values.get(keys[0], request.expected))
+                return ActorStoreAnswer(values.get(keys[0], request.expected))
             case "check":
-                return StoreAnswer(number=int(all(key in values for key in keys)))
+                return ActorStoreAnswer(number=int(all(key in values for key in keys)))
             case "delete":
-                return StoreAnswer(number=int(values.pop(keys[0], None) is not None))
+                return ActorStoreAnswer(number=int(values.pop(keys[0], None) is not None))
             case "count":
-                return StoreAnswer(number=sum(key.startswith(keys[0]) for key in values))
+                return ActorStoreAnswer(number=sum(key.startswith(keys[0]) for key in values))
             case "forget":  # all that begins so
                 for key in [key for key in values if key.startswith(keys[0])]:
                     del values[key]
-        return StoreAnswer()
+        return ActorStoreAnswer()

@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 import msgspec
 
 from rlcore.engines.launchers.ray._ray_private import plain_bytes
-from rlcore.engines.launchers.ray.store_actor import StoreAnswer, StoreRequest
+from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest
 from rlcore.errors import RlcoreError
 from rlcore.process.framing import read_message, write_message
 from rlcore.process.socket_address import socket_address
@@ -43,6 +43,6 @@ class StoreSocket:
         # A worker that ends closes its connection; an actor that is gone closes those of all workers.
         with contextlib.suppress(OSError, RlcoreError), connection, connection.makefile("rwb") as file:
             pipe = cast("IO[bytes]", file)
-            while (request := read_message(pipe, StoreRequest)) is not None:
+            while (request := read_message(pipe, ActorStoreRequest)) is not None:
                 answer = plain_bytes(self.actor.ask.remote(msgspec.msgpack.encode(request)), None)
-                write_message(pipe, msgspec.msgpack.decode(answer, type=StoreAnswer))
+                write_message(pipe, msgspec.msgpack.decode(answer, type=ActorStoreAnswer))

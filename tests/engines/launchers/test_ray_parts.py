@@ -18,7 +18,7 @@ import rlcore
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.ray import wire
 from rlcore.engines.launchers.ray.launcher import RayLauncher
-from rlcore.engines.launchers.ray.store_actor import StoreActor, StoreAnswer, StoreRequest
+from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
 from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
 from rlcore.engines.launchers.ray.watchdog import MARK, marked
 from rlcore.engines.launchers.ray.wire import PlainTensor, Said, decoded, encoded, plain_tensor, tensor_of
@@ -30,17 +30,17 @@ from tests.conftest import RunPython
 
 
 def ask(store: StoreActor, operation: Any, *keys: str, **fields: Any) -> Any:
-    return store.ask(encoded(StoreRequest(operation, list(keys), **fields)))
+    return store.ask(encoded(ActorStoreRequest(operation, list(keys), **fields)))
 
 
-def answers(*questions: Callable[[StoreActor], Any]) -> list[StoreAnswer]:
+def answers(*questions: Callable[[StoreActor], Any]) -> list[ActorStoreAnswer]:
     """The answers of one store, asked at once."""
 
     async def run() -> list[bytes]:
         store = StoreActor()
         return await asyncio.gather(*(question(store) for question in questions))
 
-    return [msgspec.msgpack.decode(data, type=StoreAnswer) for data in asyncio.run(run())]
+    return [msgspec.msgpack.decode(data, type=ActorStoreAnswer) for data in asyncio.run(run())]
 
 
 def test_the_board_keeps_values_as_a_store_of_torch_does() -> None:
@@ -72,7 +72,7 @@ def test_who_waits_at_the_board_is_woken_or_told_what_did_not_come() -> None:
         lambda store: ask(store, "set", "a", value=b"1"),
         lambda store: ask(store, "set", "b", value=b"2"),
     )
-    assert woken == StoreAnswer(b"1") and late.missing == ["never"]
+    assert woken == ActorStoreAnswer(b"1") and late.missing == ["never"]
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4)])
