@@ -128,7 +128,7 @@ def _session(groups: Sequence[WorkerGroup], timeout_s: float) -> SyncSession:
     joined: SyncPeers = receivers[0] if len(receivers) == 1 else JoinedPeers(receivers)
     context = groups[0].workers[0].context
     if not context.joins_torchrun:
-        return SyncSession(senders, joined, groups[0].meet)
+        return SyncSession(senders, joined, groups[0].new_rendezvous)
 
     def all_gather(data: bytes) -> list[bytes]:
         found: list[bytes] = groups[0].call("exchange", [((data,), {})])[0]

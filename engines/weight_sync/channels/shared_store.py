@@ -16,8 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from rlcore._torch_private import HashStore, PrefixStore, Store
-from rlcore.engines.launchers.ray.places import is_on_board
-from rlcore.engines.launchers.ray.store import BoardStore
+from rlcore.engines.launchers.ray.actor_store import ActorStore
+from rlcore.engines.launchers.ray.store_names import is_ray_store
 
 _POLL_S = 0.005
 _MOST_BYTES = 1 << 20
@@ -83,8 +83,8 @@ def store_of(path: str, ask: Ask | None) -> str | Store:
     Args:
         ask: of a receiver, to which the store of a path is the sender's.
     """
-    if is_on_board(path):
-        return BoardStore(path)
+    if is_ray_store(path):
+        return ActorStore(path)
     if not path.startswith("store:"):
         return path
     return _here[path] if ask is None else AskedStore(path, ask)
