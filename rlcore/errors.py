@@ -40,8 +40,8 @@ def printable(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """Return "Type: text" of any exception, in one printable line of at most 300 characters and "..."."""
     text = " ".join(_text(error).split())
-    told = printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}..."
+    text = printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _text(error: BaseException) -> str:
@@ -93,8 +93,8 @@ class TorchImportError(RlcoreError, ImportError):
 
     def __init__(self, cause: Exception) -> None:
         behind = f" ({type(cause.__cause__).__name__}: {cause.__cause__})" if cause.__cause__ else ""
-        told = f"{type(cause).__name__}: {cause}{behind}"
-        super().__init__(f"import torch failed: {told}; `rlcore doctor` says what to do")
+        reason = f"{type(cause).__name__}: {cause}{behind}"
+        super().__init__(f"import torch failed: {reason}; `rlcore doctor` says what to do")
 
 
 class PluginError(RlcoreError):
