@@ -31,7 +31,7 @@ class _Request:
     token_ids: list[int]
     num_samples: int
     completions: dict[int, Completion] = field(default_factory=dict)
-    """Those of the samples that have ended, by their index."""
+    """The completions of the samples that have ended, by sample index."""
 
 
 @dataclass(slots=True)
