@@ -24,8 +24,8 @@ batch takes hardly longer. Several, so that one long completion does not keep al
 
 
 @dataclass(slots=True)
-class _Request:
-    """A request that has not ended."""
+class _UnfinishedRequest:
+    """A request of which some sample has not ended."""
 
     prompt: str | None
     token_ids: list[int]
@@ -67,7 +67,7 @@ class DecodingQueue:
         completion: Callable[[Decoded], Completion],
     ) -> None:
         self._read, self._decoder, self._limits, self._completion = read, decoder, limits, completion
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _UnfinishedRequest] = {}
         self._waiting: list[SampleRequest] = []
         self._running: list[_RunningBatch] = []
         self._done: dict[int, RequestOutput] = {}
@@ -80,7 +80,7 @@ class DecodingQueue:
         for number, prompt, token_ids, one, seed in zip(
             numbers, prompts, read, params, seeds_of_each(params), strict=True
         ):
-            self._requests[number] = _Request(prompt if isinstance(prompt, str) else None, list(token_ids), one.n)
+            self._requests[number] = _UnfinishedRequest(prompt if isinstance(prompt, str) else None, list(token_ids), one.n)
             self._waiting += [
                 SampleRequest(number, index, tuple(token_ids), one, key)
                 for index, key in enumerate(sample_keys(token_ids, seed=seed, n=one.n))
