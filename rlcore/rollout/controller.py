@@ -49,6 +49,7 @@ _LOOK_S = 0.5
 """How often somebody who waits looks for what nobody tells."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
+Accept = Callable[[list[Trajectory]], bool]
 _WORKFLOW = Kind("a Workflow, with `async def run_episode(client, data)`", lambda one: hasattr(one, "run_episode"))
 _SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
 
@@ -110,7 +111,7 @@ class RolloutController:
         batch_size: int,
         max_staleness: int = 1,
         max_concurrent: int | None = None,
-        accept: Callable[[list[Trajectory]], bool] | None = None,
+        accept: Accept | None = None,
         sampling_params: ParamsLike = None,
         tokenizer: Any = None,
         chat_template: str | None = None,
@@ -226,7 +227,7 @@ class RolloutController:
         """
         self.timeline.begin(TRAINER, "wait")
         try:
-            episodes = self._run_now(items, timeout_s)
+            episodes = self._run_now(items, timeout_s, self._workflow, self._accept)
         finally:
             self.timeline.begin(TRAINER, "train")
         with self._changed:
@@ -239,10 +240,12 @@ class RolloutController:
     ) -> list[Episode]:
         """Run an episode for each item now, on which nothing is trained; return those that ended well, in order.
 
+        ``accept`` is not asked.
+
         Args:
             workflow: None takes the controller's.
         """
-        return self._run_now(items, timeout_s, workflow)
+        return self._run_now(items, timeout_s, workflow or self._workflow, None)
 
     # --------------------------------------------------------------------------------- pause and weights
 
@@ -467,7 +470,7 @@ class RolloutController:
                 self._staleness[self.version - oldest] += 1
 
     def _run_now(
-        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow | None = None
+        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
     ) -> list[Episode]:
         with self._changed:
             self._check_open("rollout_batch()")
@@ -480,7 +483,7 @@ class RolloutController:
             futures: list[Future[Episode | None]] = [Future() for _ in items]
             self._direct |= zip(numbers, futures, strict=True)
         for number, data in zip(numbers, items, strict=True):
-            self._loop.call_soon_threadsafe(self._start, number, data, workflow or self._workflow)
+            self._loop.call_soon_threadsafe(self._start, number, data, workflow, accept)
         try:
             self._await_all(futures, timeout_s)
         except BaseException:  # Ctrl-C too
@@ -567,15 +570,15 @@ class RolloutController:
                 number, data = self._queue.popleft()
                 self._bound.begin(number)
                 self._data[number] = data
-                self._start(number, data, self._workflow)
+                self._start(number, data, self._workflow, self._accept)
 
     def _served_version(self) -> int:
         versions = [engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)]
         return min(versions, default=self._bound.version)
 
-    def _start(self, number: int, data: Any, workflow: Workflow) -> None:
+    def _start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         self._counts["begun"] += 1
-        self._tasks[number] = task = self._loop.create_task(self._run_episode(number, data, workflow))
+        self._tasks[number] = task = self._loop.create_task(self._run_episode(number, data, workflow, accept))
         task.add_done_callback(lambda _: self._tasks.pop(number, None) if self._tasks.get(number) is task else None)
 
     def _cancel(self, numbers: Iterable[int]) -> None:
@@ -589,7 +592,7 @@ class RolloutController:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_episode(self, number: int, data: Any, workflow: Workflow) -> None:
+    async def _run_episode(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         client = RolloutClient(self._ask, reader=self._reader, defaults=self._defaults)
         trajectories: list[Trajectory] = []
         outcome = "rejected"
@@ -597,7 +600,7 @@ class RolloutController:
         try:
             async with asyncio.timeout(self._episode_timeout_s):
                 trajectories = as_trajectories(await workflow.run_episode(client, data))
-            if trajectories and (self._accept is None or self._accept(trajectories)):
+            if trajectories and (accept is None or accept(trajectories)):
                 outcome = "ended"
         except asyncio.CancelledError:
             self._counts["tokens_sampled"] += client.num_sampled

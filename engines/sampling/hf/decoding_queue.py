@@ -80,7 +80,9 @@ class DecodingQueue:
         for number, prompt, token_ids, one, seed in zip(
             numbers, prompts, read, params, seeds_of_each(params), strict=True
         ):
-            self._requests[number] = _UnfinishedRequest(prompt if isinstance(prompt, str) else None, list(token_ids), one.n)
+            self._requests[number] = _UnfinishedRequest(
+                prompt if isinstance(prompt, str) else None, list(token_ids), one.n
+            )
             self._waiting += [
                 SampleRequest(number, index, tuple(token_ids), one, key)
                 for index, key in enumerate(sample_keys(token_ids, seed=seed, n=one.n))
