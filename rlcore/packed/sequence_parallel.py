@@ -53,6 +53,16 @@ class SequenceGroup:
         self.name = str(group.group_name)
         _groups[self.name] = self
 
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send part p of [P, ...], contiguous, to rank p; return what each rank sent here, in their order."""
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self.group)
+        return received
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Overwrite a tensor by its sum over the ranks."""
+        dist.all_reduce(tensor, group=self.group)
+
     def own_call(self, call: AttentionCall) -> AttentionCall:
         """Return the attention call of this rank's heads."""
         kv_heads = max(1, call.kv_heads // self.size)
@@ -76,28 +86,29 @@ class SequenceGroup:
     def to_heads(self, *qkv: Tensor) -> list[Tensor]:
         """Give tokens for heads: of queries, keys and values [1, heads, S, D] return [1, heads of this rank, T, D]."""
         parts = [self._by_rank(x) for x in qkv]
-        got_PSF = torch.ops.rlcore.exchange_parts(torch.cat(parts, dim=-1), self.name)
-        rows_TF = got_PSF.flatten(0, 1).split([part.shape[-1] for part in parts], dim=-1)
+        got_PSF: Tensor = torch.ops.rlcore.exchange_parts(torch.cat(parts, dim=-1), self.name)
+        rows_TF = torch.split(got_PSF.flatten(0, 1), [part.shape[-1] for part in parts], dim=-1)
         return [
-            rows.unflatten(-1, (-1, x.shape[-1])).transpose(0, 1)[None] for rows, x in zip(rows_TF, qkv, strict=True)
+            torch.unflatten(rows, -1, (-1, x.shape[-1])).transpose(0, 1)[None]
+            for rows, x in zip(rows_TF, qkv, strict=True)
         ]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
         """Give heads for tokens: of [1, T, heads of this rank, D] return [1, S, heads, D]."""
         own_heads, width = attended.shape[2:]
-        parts_PSF = attended[0].unflatten(0, (self.size, -1)).flatten(2)
-        got_PSF = torch.ops.rlcore.exchange_parts(parts_PSF, self.name)
-        return got_PSF.unflatten(-1, (own_heads, width)).transpose(0, 1).flatten(1, 2)[None]
+        parts_PSF = torch.unflatten(attended[0], 0, (self.size, -1)).flatten(2)
+        got_PSF: Tensor = torch.ops.rlcore.exchange_parts(parts_PSF, self.name)
+        return torch.unflatten(got_PSF, -1, (own_heads, width)).transpose(0, 1).flatten(1, 2)[None]
 
     def _by_rank(self, x: Tensor) -> Tensor:
         """Reshape [1, heads, S, D] to [P, S, F], whose part p has the heads of rank p."""
         if x.shape[1] % self.size:
             x = x.repeat_interleave(self.size // x.shape[1], dim=1)
-        return x[0].unflatten(0, (self.size, -1)).transpose(1, 2).flatten(2)
+        return torch.unflatten(x[0], 0, (self.size, -1)).transpose(1, 2).flatten(2)
 
     def own_heads(self, per_head: Tensor) -> Tensor:
         """Return the entries of this rank's query heads."""
-        return per_head.unflatten(0, (self.size, -1))[self.rank]
+        return torch.unflatten(per_head, 0, (self.size, -1))[self.rank]
 
     def as_seen_here(self, module: Any, query: Tensor, key: Tensor) -> Any:
         """Return an attention module as its own attention function must see it where only these heads are."""
@@ -128,14 +139,11 @@ _groups: WeakValueDictionary[str, SequenceGroup] = WeakValueDictionary()
 
 @torch.library.custom_op("rlcore::exchange_parts", mutates_args=())
 def _exchange_parts(parts: Tensor, group: str) -> Tensor:
-    """Send part p of [P, ...] to rank p of the group; return what each rank sent here, in their order.
+    """Call ``SequenceGroup.exchange`` of the group of this name.
 
     To the compiler it is one operator: no graph breaks at it, and "selective" recomputation keeps its result.
     """
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=_groups[group].group)
-    return received
+    return _groups[group].exchange(parts.contiguous())
 
 
 @_exchange_parts.register_fake
@@ -162,7 +170,7 @@ class _Joined(torch.autograd.Function):
         ctx.rows = rows
         joined = own.new_zeros(num_rows)
         joined[rows] = own
-        dist.all_reduce(joined, group=group.group)
+        group.add_up(joined)
         return joined
 
     @staticmethod
