@@ -97,13 +97,13 @@ def _pieces(view: Tensor, box: Box, held: _Held, part: Tensor) -> Iterator[Local
     for axis, ((start, stop), step) in enumerate(zip(held.bounds, held.stride, strict=True)):
         if (start, stop) == (0, held.shape[axis]):
             continue
-        dim = along[axis][0] if along[axis] else None
-        apart, count = (1, 1) if dim is None else (view.stride(dim) // step, view.shape[dim])
+        cut = along[axis][0] if along[axis] else None
+        apart, count = (1, 1) if cut is None else (view.stride(cut) // step, view.shape[cut])
         low, high = max(0, -(-(start - first[axis]) // apart)), min(count, -(-(stop - first[axis]) // apart))
         if low >= high:
             return
-        if dim is not None:
-            view, box = _narrowed(view, box, dim, slice(low, high))
+        if cut is not None:
+            view, box = _narrowed(view, box, cut, slice(low, high))
     steps = dict.fromkeys(range(view.dim()), 0)
     for axis, dims in enumerate(along):
         steps |= {dim: view.stride(dim) // held.stride[axis] * held.own_stride[axis] for dim in dims}

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlcore.errors import UnsupportedError
-from rlcore.weights.shards import own_box, boxes_of_ranks
+from rlcore.weights.shards import boxes_of_ranks, own_box
 
 
 def rows(mesh: list[Any], placements: list[Any], size: int) -> Any:

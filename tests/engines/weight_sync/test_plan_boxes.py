@@ -5,6 +5,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +29,7 @@ from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.weights.shards import boxes_of_ranks
+from tests.kernels import fork_ranks
 
 SHARES = [Share(size=size, rank=rank) for size in (1, 2, 4) for rank in range(size)]
 EVEN, UNEVEN = Sizes(V=16, layers=1), Sizes(V=11, I=12, layers=1)
@@ -104,7 +110,7 @@ def assert_is_loaded(
 ) -> None:
     """The plan for a receiver writes what its loader does, out of these parts by (rank, parameter)."""
     weights = plain(sizes)[1]
-    plan = make_plan(trace_of(sizes, share)._replace(manifest=manifest))
+    plan = make_plan(replace(trace_of(sizes, share), manifest=manifest))
     assert not plan.fallback_bytes and not plan.fallback and not plan.fallback_weights
     live, want = live_of(sizes, share), golden(sizes, share, weights)
     carry_out(plan, parts, live)
@@ -153,7 +159,7 @@ def test_other_dimensions_and_replicas(dims: tuple[int | None, ...]) -> None:
 def test_the_self_test_reads_boxes() -> None:
     held = on_mesh(plain(EVEN)[0], (2, 2), lambda name: placements(name, 2))
     share = Share(size=2, rank=1)
-    plan = make_plan(trace_of(EVEN, share)._replace(manifest=held))
+    plan = make_plan(replace(trace_of(EVEN, share), manifest=held))
     model = FusedModel(EVEN, share)
     assert run_self_test(plan, held, lambda: dict(model.named_parameters()), model.load_weights) == {}
 
@@ -178,3 +184,14 @@ def test_a_box_without_an_end_is_refused(box: tuple[int, ...]) -> None:
     sent["layouts"] = [[box]]
     with pytest.raises(SyncError, match=r"a box has \(first, end\) of one dimension after the other"):
         WeightManifest.from_bytes(msgspec.msgpack.encode(sent))
+
+
+@pytest.mark.slow
+def test_parts_of_real_ranks(tmp_path: Path) -> None:
+    """What torch's FSDP2 over tensor parallelism leaves on four processes, its plans and its checkpoints."""
+    ranks, launcher = Path(__file__).with_name("ranked_boxes.py"), Path(fork_ranks.__file__)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, str(launcher), str(ranks), "4", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, cwd=ranks.parents[3], timeout=300, check=False)
+    said = "\n".join(file.read_text() for file in sorted(tmp_path.glob("rank?")))
+    assert ended.returncode == 0, said
