@@ -235,7 +235,7 @@ def ps(
 @app.command()
 def version(as_json: AsJson = False) -> None:
     """Show the versions of rlcore, Python and what it works with."""
-    from rlcore.bench.system import installed_versions, source_commit
+    from rlcore.bench.measurement.system import installed_versions, source_commit
 
     found = {"rlcore": __version__, "commit": source_commit(), "python": platform.python_version()}
     found |= installed_versions()

@@ -59,6 +59,11 @@ NOT_RUN = {
         0: "lines for a program with engines; tests/engines/test_offload_swap.py makes such calls",
         2: "asks for more host memory than a test may take",
     },
+    "docs/rollout.md": {
+        0: "a function for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
+        1: "a class for a program with engines; tests/rollout/test_rollout_client.py makes such calls",
+        2: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
+    },
     "docs/trl.md": {0: "a part of a program; tests/integrations/test_trl.py makes such calls"},
     "docs/vllm.md": dict.fromkeys(range(5), "needs vLLM; tests marked vllm make such calls"),
     "docs/weight_sync.md": {

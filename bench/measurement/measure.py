@@ -21,9 +21,9 @@ import torch
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.device_clock import DeviceClock, Flush
+from rlcore.bench.measurement.device_clock import DeviceClock, Flush
+from rlcore.bench.measurement.telemetry import Monitor, marks
 from rlcore.bench.record import CaseResult, Metric, Status
-from rlcore.bench.telemetry import Monitor, marks
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
@@ -71,7 +71,7 @@ def run_case(case: Case, device: Device, sampling: Sampling | None = None) -> li
 
 
 def _expect_distinct(work: Work) -> None:
-    """Nobody could tell which of two results of one name is which."""
+    """Raise ValueError if two contenders have the same name and sizes: their results could not be distinguished."""
     seen = set()
     for one in work.contenders:
         same = one.implementation, *sorted({**work.params, **one.params}.items())
@@ -198,7 +198,7 @@ class Trial:
 
     @property
     def is_cold(self) -> bool:
-        """The cache is overwritten before each sample; senseless where many runs follow each other in it."""
+        """Return True if the cache is overwritten before each sample; with many runs a sample that has no meaning."""
         return self.num_runs is None and self.runs_per_sample == 1 and self.contender.seconds is None
 
     def warm_up(self) -> None:
@@ -258,7 +258,7 @@ class Trial:
         return launched.is_hidden
 
     def _timed_with_memory(self) -> list[float]:
-        """Also what one run takes at its peak beyond what was there before: inputs are not counted, its output is."""
+        """Time one run, and record the memory that it takes at its peak: its output counts, its inputs do not."""
         if self._is_on_host:
             return self._timed(1)
         memory = self.device.memory
@@ -295,15 +295,15 @@ class Trial:
         return [*found, *self.quantities.values()]
 
     def check_last(self) -> None:
-        """The output of the last timed run: a run that spoils its inputs is wrong by now."""
+        """Check the output of the last timed run: a run that spoils its inputs is wrong by now."""
         self.contender.check(self._output)
         self._output = None
 
     def _timed(self, runs: int) -> list[float]:
-        """Seconds of one run by the host's clock, from an idle device until it is done; of a run that measures itself
-        what it says of each of its steps.
+        """Return the seconds of one run by the host's clock, from an idle device until it is idle again.
 
-        ``_own`` is what it took by clocks that others do not advance.
+        A run that measures itself returns the seconds of its steps. ``_own`` gets the time by clocks that other
+        processes do not advance.
         """
         self._output = None  # so that memory holds one output, not two
         run, has_events = self.contender.run, not self._is_on_host and self._device_clock is None
@@ -331,11 +331,11 @@ class Trial:
         return [elapsed / runs]
 
 
-def _each(name: str, told: float | Sequence[float]) -> list[float]:
-    """Return the values that a case told, one or several."""
-    values = list(told) if isinstance(told, Sequence) else [told]
-    if not values or not all(0 < value < math.inf for value in values):
-        raise ValueError(f"the case says that {name} is {told!r}; a record takes positive numbers alone")
+def _each(name: str, value: float | Sequence[float]) -> list[float]:
+    """Return the values that a case value, one or several."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if not values or not all(0 < one < math.inf for one in values):
+        raise ValueError(f"the case says that {name} is {value!r}; a record takes positive numbers alone")
     return values
 
 
@@ -365,7 +365,7 @@ def _status(error: Exception) -> Status:
 
 
 def _is_of_another_library(error: Exception) -> bool:
-    """An import that fails in a library this installation has: some import what they need when first called."""
+    """Return True if an import failed inside another library: some import what they need when first called."""
     frames = traceback.walk_tb(error.__traceback__)
     modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
     importing = [module for module in modules if module not in {"importlib", "_frozen_importlib"}]

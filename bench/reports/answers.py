@@ -1,4 +1,4 @@
-"""The answer in one table: how fast runs are for reinforcement learning, what limits them, how they compare."""
+"""The first table of the report: how fast runs are for reinforcement learning, what limits them, how they compare."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from rlcore.bench.compare import difference, disturbance
 from rlcore.bench.record import CaseResult, Record
-from rlcore.bench.summary import is_ours, median, outcomes, peer_comparisons, unit
-from rlcore.bench.tables import ResultTable
-from rlcore.bench.text import count, rate, seconds, words
+from rlcore.bench.reports.summary import is_ours, median, outcomes, peer_comparisons, unit
+from rlcore.bench.reports.tables import ResultTable
+from rlcore.bench.reports.text import count, rate, seconds, words
 
 PHASES = ("generate", "old_logprob", "update", "sync", "switch", "reward")
 """The parts of rl/step; "the rest" follows them."""
@@ -39,7 +39,7 @@ class ReportRun:
 
     @property
     def step(self) -> CaseResult | None:
-        """The whole step of reinforcement learning, told by phase and on how many devices, as ``rl/step`` does."""
+        """Return the result of a whole step of reinforcement learning with all its phases, as ``rl/step`` has it."""
         step = self.first("rl/step", "trained_tokens")
         is_whole = step is not None and all(map(step.has, PHASES))
         return step if is_whole and step and isinstance(step.params.get("devices", 1), int) else None
@@ -75,14 +75,14 @@ def answers(runs: Sequence[ReportRun]) -> ResultTable:
 
 
 def _shown(cell: _Cell, run: ReportRun, first: tuple[_Cell | None, ReportRun], has_models: bool) -> str:
-    told = [str(cell.params["model"])] if has_models and "model" in cell.params else []
+    notes = [str(cell.params["model"])] if has_models and "model" in cell.params else []
     if cell.value is not None and first[0] is not None and first[0].value is not None and run is not first[1]:
-        told.append(_against(cell, cell.value / first[0].value, first[0], (run, first[1])))
-    return f"{cell.text} ({', '.join(filter(None, told))})" if any(told) else cell.text
+        notes.append(_against(cell, cell.value / first[0].value, first[0], (run, first[1])))
+    return f"{cell.text} ({', '.join(filter(None, notes))})" if any(notes) else cell.text
 
 
 def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, ReportRun]) -> str:
-    """Return how ``cell`` compares with ``first``; a ratio that chance alone may make is not told."""
+    """Return how ``cell`` compares with ``first``; a ratio that may be chance alone is left out."""
     if cell.params.get("model") != first.params.get("model"):
         return "other model: not comparable"
     if {**cell.params, **_ANY_NUMBER} != {**first.params, **_ANY_NUMBER}:
@@ -119,7 +119,7 @@ def _bubble(run: ReportRun) -> _Cell | None:
 
 
 def _trained_alone(run: ReportRun) -> _Cell | None:
-    """The first contender of rlcore: the others cost time to save memory or have uneven lengths."""
+    """Return the rate of rlcore's first contender: the others trade time for memory, or have uneven lengths."""
     case, metric = "train/dense_1.5b", "tokens_a_device"
     results = (one for one in run.record.passed() if one.name == case and is_ours(one) and one.has(metric))
     result = next(results, None)
@@ -127,7 +127,7 @@ def _trained_alone(run: ReportRun) -> _Cell | None:
 
 
 def _priced(form: Callable[[float, float], str], number: Callable[[CaseResult, float], float]) -> Question:
-    """Ask for a number of a step and of the USD that its devices cost a second; it is told with the price given."""
+    """Return a question about a step and the USD that its devices cost a second; it has no answer without a price."""
 
     def question(run: ReportRun) -> _Cell | None:
         step, price = run.step, run.usd_per_hour
@@ -160,8 +160,8 @@ def _ahead(run: ReportRun) -> _Cell | None:
     found = sorted(theirs.seconds / ours.seconds for theirs, ours in both if theirs and ours)
     if not found:
         return None
-    told = f"{len(found)} cases: {found[0]:.2f} to {found[-1]:.2f}" if len(found) > 1 else "1 case"
-    return _Cell(f"{statistics.geometric_mean(found):.2f} ({told})")
+    spread = f"{len(found)} cases: {found[0]:.2f} to {found[-1]:.2f}" if len(found) > 1 else "1 case"
+    return _Cell(f"{statistics.geometric_mean(found):.2f} ({spread})")
 
 
 def _reached(run: ReportRun) -> _Cell | None:
@@ -171,11 +171,11 @@ def _reached(run: ReportRun) -> _Cell | None:
 
 
 def _disturbed(run: ReportRun) -> _Cell | None:
-    """Reasons outside the machine, or in its cooling, for which numbers may be too bad; the caveats say more."""
+    """Count the marks of results, such as throttling or other users of the machine; the caveats say more."""
     passed = run.record.passed()
     kinds = Counter(kind for result in passed for kind in result.kinds_of_marks())
-    told = ", ".join(f"{kind}: {number}" for kind, number in sorted(kinds.items()))
-    return _Cell(f"{told} of {len(passed)} results" if told else "nothing that was seen")
+    counts = ", ".join(f"{kind}: {number}" for kind, number in sorted(kinds.items()))
+    return _Cell(f"{counts} of {len(passed)} results" if counts else "nothing that was seen")
 
 
 _QUESTIONS: dict[str, Question] = {

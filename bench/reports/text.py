@@ -41,9 +41,3 @@ def size(nbytes: int) -> str:
 
 def words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def short_commit(name: str | None) -> str:
-    """Shortened; None is unknown."""
-    found, _, changes = (name or "unknown").partition("-")
-    return f"{found[:12]}{' with changes' if changes else ''}"

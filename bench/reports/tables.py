@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from rlcore.bench.compare import ComparedResult, Comparison
 from rlcore.bench.record import Calibration, CaseResult, Record, by_case
-from rlcore.bench.summary import (
+from rlcore.bench.reports.summary import (
     TARGET_COLUMNS,
     median,
     missing,
@@ -25,7 +25,7 @@ from rlcore.bench.summary import (
     targets,
     times,
 )
-from rlcore.bench.text import quantity, seconds, size, words
+from rlcore.bench.reports.text import quantity, seconds, size, words
 
 
 class ResultTable(NamedTuple):

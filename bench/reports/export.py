@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from rlcore.bench.record import CaseResult, Record, read, read_bytes
-from rlcore.bench.summary import p10_p90
-from rlcore.bench.tables import ResultTable
+from rlcore.bench.reports.summary import p10_p90
+from rlcore.bench.reports.tables import ResultTable
 from rlcore.errors import BenchError, MissingDependencyError
 
 HEADER = "rlcore"

@@ -1,4 +1,4 @@
-"""Figures that device and host tell while a case runs, and reasons to doubt the numbers."""
+"""Figures of device and host while a case runs, and reasons to doubt the numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 _SHARED = 0.1
 """The share of the host's processor time used by others from which on it is worth a mark."""
 _LEAST_S = 0.2
-"""The least processor time to tell a share: Linux counts hundredths of a second."""
+"""The least processor time from which a share is computed: Linux counts hundredths of a second."""
 _N = TypeVar("_N", int, float)
 _UNTOLD = (DeviceError, MissingDependencyError, UnsupportedError)
 _RAPL = Path("/sys/class/powercap")
 
 
 class Monitor:
-    """Reads when told to, between samples: a thread of its own would disturb what is timed."""
+    """Reads the figures of the device when the caller asks, between samples: a thread would disturb what is timed."""
 
     def __init__(self, device: Device) -> None:
         """Make it before the case has anything on the device."""
@@ -38,7 +38,7 @@ class Monitor:
             self._readings.append(reading)
 
     def energy_j(self) -> float | None:
-        """Since some moment in the past; None where nothing counts it."""
+        """Return the energy used since some moment in the past; None where nothing counts it."""
         if self._device.spec.is_host:
             return _host_energy_j()
         reading = _told(self._device.telemetry)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rlcore.atomic import write_file
+from rlcore.bench.measurement.telemetry import Monitor, marks
 from rlcore.bench.record import Calibration, Effort, Record
-from rlcore.bench.telemetry import Monitor, marks
 from rlcore.device import Device
 from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.registry import get_device

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlcore.bench import charts
-from rlcore.bench.answers import NOT_MEASURED, PHASES, ReportRun, answers
 from rlcore.bench.compare import NOTES, compare, what_differs
 from rlcore.bench.record import CaseResult, Record
-from rlcore.bench.summary import (
+from rlcore.bench.reports import charts
+from rlcore.bench.reports.answers import NOT_MEASURED, PHASES, ReportRun, answers
+from rlcore.bench.reports.summary import (
     PeerComparison,
     is_floor,
     is_ours,
@@ -27,11 +27,11 @@ from rlcore.bench.summary import (
     times,
     unit,
 )
-from rlcore.bench.tables import ResultTable, compared_table, missing_table, targets_table
-from rlcore.bench.text import rate, seconds, words
+from rlcore.bench.reports.tables import ResultTable, compared_table, missing_table, targets_table
+from rlcore.bench.reports.text import rate, seconds, words
 from rlcore.errors import MissingDependencyError
 
-_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
 def render(runs: Sequence[ReportRun]) -> str:
@@ -248,8 +248,10 @@ def _limit(run: ReportRun, name: str) -> str:
     if calibration is None or name not in calibration.limits:
         return "n/a"
     value, sheet = calibration.limits[name], peak(run.record.system, name)
-    told = f"; datasheet {rate(sheet.value, unit(name))} ({value / sheet.value:.0%})" if sheet else "; datasheet n/a"
-    return rate(value, unit(name)) + told
+    datasheet = (
+        f"; datasheet {rate(sheet.value, unit(name))} ({value / sheet.value:.0%})" if sheet else "; datasheet n/a"
+    )
+    return rate(value, unit(name)) + datasheet
 
 
 def _num_missing(record: Record) -> int:

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from rlcore.bench.record import Calibration, CaseResult, Record, System
-from rlcore.bench.text import quantity
+from rlcore.bench.reports.text import quantity
 from rlcore.registry import registry
 
-_PEAKS = Path(__file__).with_name("peaks.toml")
-_TARGETS = Path(__file__).with_name("targets.toml")
+_PEAKS = Path(__file__).parents[1] / "peaks.toml"
+_TARGETS = Path(__file__).parents[1] / "targets.toml"
 
 
 def times(result: CaseResult) -> list[float]:
@@ -83,7 +83,7 @@ def unit(limit: str) -> str:
 _MACHINE = ("attention", "collectives", "copies", "memory", "product")
 """Folders of cases that measure the machine: their contenders are ways to ask it, and no peers of each other."""
 _FLOORS = ("bare products", "copy", "device_copy", "no offload", "one_copy", "plain_copy")
-"""Contenders that do only what every implementation must do, and compute no result."""
+"""Contenders that do only the part that every implementation must do, and compute no result."""
 _OURS = ("arena", "arena_reserved", "copy_batch", "engine", "host_alloc", "per_sequence", "plain", "swap", "turn")
 """Contenders of rlcore beside the registered implementations of operators."""
 
