@@ -54,12 +54,12 @@ def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Ten
 
 
 class _Held(NamedTuple):
-    """What this rank holds of a parameter, in as few dimensions as tell it: those after the last cut one are one."""
+    """The box of a parameter that this rank holds. The dimensions after the last one that is cut are taken as one."""
 
     bounds: tuple[tuple[int, int], ...]
     """(first, end) of each dimension."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """The whole parameter's."""
 
     @staticmethod
     def of(parameter: Tensor) -> _Held:
