@@ -97,9 +97,9 @@ def shared(decoder: Any, num_ranks: int, lengths: tuple[int, ...]) -> tuple[Tens
 @pytest.mark.parametrize(
     ("model_type", "num_ranks", "changes"),
     [
-        ("qwen2", 2, {}),
         ("qwen2", 4, {}),
-        ("gpt_oss", 4, {}),
+        pytest.param("qwen2", 2, {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 4, {}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, {}, marks=pytest.mark.slow),
         pytest.param("gemma2", 2, {}, marks=pytest.mark.slow),
         pytest.param("llama", 4, {"num_attention_heads": 8, "num_key_value_heads": 1}, marks=pytest.mark.slow),
