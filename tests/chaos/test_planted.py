@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,10 +43,17 @@ from rlcore.engines.weight_sync.channels import control
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import StateError
 from rlcore.process import runtime_folder
+from tests.warm import warm_workers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_workers() -> Iterator[None]:
+    with warm_workers():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +288,7 @@ def test_a_defect_of_every_process_is_found(
     engines.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        patch.setattr(worker_process, "subprocess", subprocess)
         engines.build()
         engines.check_whole()  # its sync opens sockets
         found = program.run(engines, Incident(*met, "0"))
