@@ -113,7 +113,7 @@ def _started(python: str, modules: tuple[str, ...]) -> str:
     folder = tempfile.mkdtemp(prefix="warm-")
     process = subprocess.Popen(
         [python, _PROGRAM, "serve", folder, *modules],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | warm_process.ROOM,
+        env=without_settings() | {"OMP_NUM_THREADS": "1"} | warm_process.ROOM,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C in a terminal is for the tests
