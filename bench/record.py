@@ -311,7 +311,8 @@ def _line(data: bytes, error: Exception) -> int:
     if isinstance(error, msgspec.ValidationError):
         place = re.search(r"`(\$[^`]*)`$", str(error))
         unknown = re.search(r"unknown field `([^`]*)`", str(error))
-        return line_of(data.decode(), (place[1] if place else "$") + (f".{unknown[1]}" if unknown else ""))
+        text = data.decode(errors="replace")  # what is not text may come after the value that was refused
+        return line_of(text, (place[1] if place else "$") + (f".{unknown[1]}" if unknown else ""))
     byte = re.search(r"\(byte (\d+)\)", str(error))
     return data[: int(byte[1]) if byte else len(data)].count(b"\n") + 1
 

@@ -5,6 +5,8 @@ command as ``[sys.executable, "-m", "rlcore"]`` is: for `subprocess`, with its e
 and exit code. What differs: the program's process id is not that of the command, it computes with one thread, and what
 is read while torch is imported is not read again (``TORCH_DEVICE_BACKEND_AUTOLOAD``, a broken torch on the path).
 Nothing of rlcore is imported before the fork. tests/warm_process.py is what runs there.
+
+Inside ``warm_workers()`` the process launcher starts its workers so, and they are children of this process as ever.
 """
 
 from __future__ import annotations
