@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _OF_THE_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-"""What writing to a file that standard output goes to may end with."""
+"""A write to standard output fails with one of these: nobody reads it, or the disk is full."""
 
 app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
 ops = typer.Typer(help="Look at the operators.", **PLAIN)
