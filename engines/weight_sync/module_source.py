@@ -1,8 +1,8 @@
-"""The tensors of a train worker's module, as its sender asks for them."""
+"""The weights of a module, as a sender asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 
 import torch
@@ -13,18 +13,23 @@ from rlcore._torch_private import number_of_writes, own_modules, own_parameters
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
+from rlcore.weights.catalog import model_weights
 from rlcore.weights.view import WeightView, whole
 
 
 class ModuleSourceTensors:
     """The ``SourceTensors`` of one rank of a module that is sharded over ``num_ranks``.
 
-    The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
+    The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters. Its weights
+    are those of ``weight_views()``, where it is a ``TrainModule``, else those of ``model_weights()``.
     """
 
-    def __init__(self, module: TrainModule, num_ranks: int) -> None:
+    def __init__(self, module: nn.Module, num_ranks: int) -> None:
         self._module = module
         self._num_ranks = num_ranks
+        self._weights: Callable[[], Iterable[WeightView]] = (
+            module.weight_views if isinstance(module, TrainModule) else model_weights(module)
+        )
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
@@ -33,6 +38,13 @@ class ModuleSourceTensors:
     @property
     def manifest(self) -> WeightManifest:
         return self._described.manifest
+
+    def refresh(self) -> None:
+        """Do nothing: ``parts()`` looks at the module."""
+
+    def forget(self) -> None:
+        """Hold no tensor until the next ``parts()``."""
+        self._known, self._views, self._parameters, self._parts = [], [], None, []
 
     def parts(self) -> list[Tensor]:
         source = self._refresh()
@@ -62,7 +74,7 @@ class ModuleSourceTensors:
         """Return the description of the module, a new one when the module has other parameters."""
         present = _resharded(self._module)
         if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
-            self._views = list(self._module.weight_views())
+            self._views = list(self._weights())
             self._parameters = describe(self._views, self._num_ranks)
             self._known, self._parts = present, []
         return self._parameters
