@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,15 @@ class PlannedServerAdapter(ServerAdapter):  # type: ignore[misc]
             def are_coming() -> bool:
                 return not asked.done() or asked.exception() is None
 
-            accepting: Awaitable[list[ControlSocket]] = _none()
-            if dist.get_rank() == 0:
+            async def accept() -> list[ControlSocket]:
+                if dist.get_rank():
+                    return []
                 number = dist.get_world_size()  # a replica has as many workers as trainer ranks
-                accepting = asyncio.to_thread(
+                return await asyncio.to_thread(
                     rlcore.accept_controls, address, number, _TIMEOUT_S, are_coming=are_coming
                 )
-            refused, found = await asyncio.gather(asked, accepting, return_exceptions=True)
+
+            refused, found = await asyncio.gather(asked, accept(), return_exceptions=True)
             _raise_together([one for one in (refused, found) if isinstance(one, BaseException)])
         assert isinstance(found, list)
         return found
@@ -113,10 +115,6 @@ class PlannedServerAdapter(ServerAdapter):  # type: ignore[misc]
                 await answer
 
         return asyncio.ensure_future(ask())
-
-
-async def _none() -> list[ControlSocket]:
-    return []
 
 
 def _check_layout(config: Any) -> None:
