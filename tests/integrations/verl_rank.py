@@ -94,7 +94,7 @@ class VllmWorker:
 class Server:
     """The handle of verl's server, an actor of Ray."""
 
-    def __init__(self, worker: ModuleWorker | VllmWorker) -> None:
+    def __init__(self, worker: Any) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
         self.steps: list[int] = []
         self.collective_rpc = self._remote(worker.collective_rpc)
@@ -153,6 +153,38 @@ def step(engine: Any) -> None:
     engine.optimizer.zero_grad()
 
 
+class Unwilling:
+    """A vLLM that does not connect on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def collective_rpc(self, method: str, kwargs: Any, **options: Any) -> None:
+        if self._rank:
+            raise RuntimeError("no backend rlcore_ipc")
+        rlcore.connect_control(kwargs["init_info"]["address"])
+
+    def reset_prefix_cache(self) -> None:
+        raise AssertionError("nothing came")
+
+
+def refusals(engine: Any, rank: int) -> list[str]:
+    """Return what is said of weights that are no engine's, of several machines, and of a vLLM that does not connect."""
+
+    def refusal(weights: Any) -> str:
+        try:
+            asyncio.run(rollout_of(Server(Unwilling(rank))).update_weights(weights))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    found = [refusal(iter([]))]
+    os.environ["RAY_LOCAL_WORLD_SIZE"] = "1"
+    found.append(refusal(engine.get_per_tensor_param()[0]))
+    os.environ["RAY_LOCAL_WORLD_SIZE"] = "2"
+    return [*found, refusal(engine.get_per_tensor_param()[0])]
+
+
 def main(rank: int, size: int, folder: str, out: str, kind: str) -> None:
     from transformers import AutoModelForCausalLM
     from verl.plugin.platform import platform_manager
@@ -186,6 +218,8 @@ def main(rank: int, size: int, folder: str, out: str, kind: str) -> None:
         asyncio.run(rollout.update_weights(weights, peft_config=peft_config, base_sync_done=True, global_steps=number))
         said["rounds"].append([worker.tokens(), expected, engine._parts().state["weights"]])
     said["calls"] = worker.calls
+    if kind == "modules":
+        said["refused"] = refusals(engine, rank)
     Path(out, f"rank-{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     os._exit(0)  # vLLM's processes and Ray's threads end with this one

@@ -1,0 +1,80 @@
+"""Weights of verl's trainer ranks, by rlcore's plan, in the vLLM of verl's rollout: verl's real classes, on CPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.sampling.vllm.stock import environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(
+        importlib.util.find_spec("verl") is None, reason="verl is not installed: pip install 'verl>=0.9.1'"
+    ),
+]
+ROOT = Path(__file__).resolve().parents[2]
+ROUND = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+
+
+def two_ranks(kind: str, folder: Path, out: Path) -> list[dict[str, Any]]:
+    """Return what two trainer ranks say, each with a vLLM of its own."""
+    (out / "entry_points").mkdir()
+    variables = environment(out / "entry_points") | {"VERL_ENGINE_VENDOR": "rlcore", "VERL_ENGINE_DEVICE": "cuda"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl_rank", rank, "2", folder, out, kind],
+            env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=1400)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def check_rounds(said: dict[str, Any]) -> None:
+    """After each update vLLM completes as transformers with the trainer's weights, which stay where they were."""
+    tokens = [said["first"], *(found for found, _, _ in said["rounds"])]
+    assert all(found == expected for found, expected, _ in said["rounds"])
+    assert len({str(one) for one in tokens}) == 4, "each step changes what is completed"
+    assert [where for *_, where in said["rounds"]] == ["loaded", "loaded", "offloaded"]
+    assert said["steps"] == [5, 6, 7]
+
+
+def test_two_sharded_ranks_give_their_weights_to_two_replicas(
+    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], tmp_path: Path
+) -> None:
+    import transformers
+
+    folder = write_checkpoint(transformers.Qwen2Config(**tiny_config | {"initializer_range": 0.2}), seed=0)
+    for said in two_ranks("modules", folder, tmp_path):
+        check_rounds(said)
+        assert said["calls"] == ["init_weight_transfer_engine", *ROUND * 3]
+        strange, several, unwilling = said["refused"]
+        assert strange.startswith(
+            "InvalidInputError: rlcore_ipc takes the weights of rlcore's engine where they are, got "
+        )
+        assert several.startswith("UnsupportedError: verl's rollout with rlcore_ipc over several machines is not supp")
+        assert unwilling.startswith("SyncError: vLLM's workers did not connect: ")
+        assert "RuntimeError: no backend rlcore_ipc" in unwilling
+
+
+@pytest.mark.vllm
+def test_the_same_with_real_vllm_and_verls_worker_extension(
+    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], tmp_path: Path
+) -> None:
+    import transformers
+
+    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2}
+    folder = write_checkpoint(transformers.Qwen2Config(**tiny_config | shape), seed=0)
+    for said in two_ranks("vllm", folder, tmp_path):
+        check_rounds(said)
