@@ -57,7 +57,7 @@ NOT_RUN = {
         2: "asks for more host memory than a test may take",
     },
     "docs/trl.md": {0: "a part of a program; tests/integrations/test_trl.py makes such calls"},
-    "docs/vllm.md": dict.fromkeys(range(5), "needs vLLM; tests marked vllm make such calls"),
+    "docs/vllm.md": dict.fromkeys(range(6), "needs vLLM; tests marked vllm make such calls"),
     "docs/weight_sync.md": {
         0: "lines for a program with engines; tests/engines/weight_sync/test_rounds.py makes such calls",
         1: "the lines of two processes; tests/engines/weight_sync/test_standalone.py makes such calls",

@@ -25,20 +25,21 @@ ROOT = Path(__file__).resolve().parents[2]
 ROUND = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
 
 
-def two_ranks(kind: str, folder: Path, out: Path) -> list[dict[str, Any]]:
-    """Return what two trainer ranks say, each with a vLLM of its own."""
+def ranks(number: int, kind: str, folder: Path, out: Path) -> list[dict[str, Any]]:
+    """Return what the trainer ranks say, each with a vLLM of its own."""
     (out / "entry_points").mkdir()
     variables = environment(out / "entry_points") | {"VERL_ENGINE_VENDOR": "rlcore", "VERL_ENGINE_DEVICE": "cuda"}
-    ranks = [
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl_rank"]
+    running = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl_rank", rank, "2", folder, out, kind],
+            [*command, str(rank), str(number), str(folder), str(out), kind],
             env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for rank in ("0", "1")
+        for rank in range(number)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=1400)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    said = [rank.communicate(timeout=1400)[0] for rank in running]
+    assert [rank.returncode for rank in running] == [0] * number, "\n".join(said)
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(number)]
 
 
 def check_rounds(said: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ def test_two_sharded_ranks_give_their_weights_to_two_replicas(
     import transformers
 
     folder = write_checkpoint(transformers.Qwen2Config(**tiny_config | {"initializer_range": 0.2}), seed=0)
-    for said in two_ranks("modules", folder, tmp_path):
+    for said in ranks(2, "modules", folder, tmp_path):
         check_rounds(said)
         assert said["calls"] == ["init_weight_transfer_engine", *ROUND * 3]
         strange, several, unwilling = said["refused"]
@@ -76,5 +77,5 @@ def test_the_same_with_real_vllm_and_verls_worker_extension(
 
     shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2}
     folder = write_checkpoint(transformers.Qwen2Config(**tiny_config | shape), seed=0)
-    for said in two_ranks("vllm", folder, tmp_path):
-        check_rounds(said)
+    (said,) = ranks(1, "vllm", folder, tmp_path)
+    check_rounds(said)

@@ -86,6 +86,7 @@ def test_what_vllm_would_not_get_is_refused(model_folder: Path) -> None:
 @pytest.mark.timeout(1500)
 def test_vllm_completes_with_each_version_what_transformers_does(_quick: None, model_folder: Path) -> None:
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     from .stock import PROMPTS, greedy
 
@@ -109,6 +110,8 @@ def test_vllm_completes_with_each_version_what_transformers_does(_quick: None, m
         version = versions.publish()
         said.append(greedy(model))
         assert completed(version.request()) == said[-1]
+        by_position = LoRARequest(*version)
+        assert (by_position.lora_name, by_position.lora_int_id, by_position.lora_path) == tuple(version)
         first = first or version.request()
         assert completed(first) == said[0]
     assert len({str(one) for one in said}) == 2
