@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ ROUND = ["start_weight_update", "update_weights", "finish_weight_update", "reset
 
 def ranks(number: int, kind: str, folder: Path, out: Path) -> list[dict[str, Any]]:
     """Return what the trainer ranks say, each with a vLLM of its own."""
-    (out / "entry_points").mkdir()
-    variables = environment(out / "entry_points") | {"VERL_ENGINE_VENDOR": "rlcore", "VERL_ENGINE_DEVICE": "cuda"}
+    variables = environment(out) | {"VERL_ENGINE_VENDOR": "rlcore", "VERL_ENGINE_DEVICE": "cuda"}
+    with (out / "rlcore-0.dist-info" / "entry_points.txt").open("a") as entry_points:
+        entry_points.write("[verl.plugins]\nrlcore = rlcore.integrations.verl.plugin\n")
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl_rank"]
     running = [
         subprocess.Popen(
@@ -42,6 +42,17 @@ def ranks(number: int, kind: str, folder: Path, out: Path) -> list[dict[str, Any
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(number)]
 
 
+def write_model(folder: Path, **shape: Any) -> Path:
+    """Write a small random model that says something else after every step."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=64, initializer_range=0.2, **sizes, **shape)).save_pretrained(folder)
+    return folder
+
+
 def check_rounds(said: dict[str, Any]) -> None:
     """After each update vLLM completes as transformers with the trainer's weights, which stay where they were."""
     tokens = [said["first"], *(found for found, _, _ in said["rounds"])]
@@ -51,12 +62,8 @@ def check_rounds(said: dict[str, Any]) -> None:
     assert said["steps"] == [5, 6, 7]
 
 
-def test_two_sharded_ranks_give_their_weights_to_two_replicas(
-    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], tmp_path: Path
-) -> None:
-    import transformers
-
-    folder = write_checkpoint(transformers.Qwen2Config(**tiny_config | {"initializer_range": 0.2}), seed=0)
+def test_two_sharded_ranks_give_their_weights_to_two_replicas(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", hidden_size=64, intermediate_size=96)
     for said in ranks(2, "modules", folder, tmp_path):
         check_rounds(said)
         assert said["calls"] == ["init_weight_transfer_engine", *ROUND * 3]
@@ -70,12 +77,7 @@ def test_two_sharded_ranks_give_their_weights_to_two_replicas(
 
 
 @pytest.mark.vllm
-def test_the_same_with_real_vllm_and_verls_worker_extension(
-    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], tmp_path: Path
-) -> None:
-    import transformers
-
-    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2}
-    folder = write_checkpoint(transformers.Qwen2Config(**tiny_config | shape), seed=0)
+def test_the_same_with_real_vllm_and_verls_worker_extension(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", hidden_size=128, intermediate_size=256)
     (said,) = ranks(1, "vllm", folder, tmp_path)
     check_rounds(said)
