@@ -63,7 +63,8 @@ class AdapterVersions:
 
     @takes("AdapterVersions", model=kind_of("a torch.nn.Module", nn.Module), folder=optional(PATH), keep=COUNT)
     def __init__(self, model: nn.Module, *, name: str = "rlcore", folder: str | Path | None = None, keep: int = 2):
-        self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        given: Any = model
+        self._model = given.get_base_model() if hasattr(given, "get_base_model") else given
         self._adapter = _checked(self._model)
         self._config = self._model.peft_config[self._adapter]
         self._own = StoreFolder() if folder is None and _rank() == 0 else None
@@ -113,7 +114,7 @@ def _checked(model: Any) -> str:
     layers = adapted_layers(model)
     if not layers:
         raise InvalidInputError(f"AdapterVersions takes a model with adapters of peft; {type(model).__name__} has none")
-    active = sorted({name for layer in layers.values() for name in layer.active_adapters})
+    active: list[str] = sorted({name for layer in layers.values() for name in layer.active_adapters})
     if len(active) != 1:
         raise UnsupportedError(f"sending adapters {active} at once", "vLLM takes one a request; set_adapter() one")
     if (kind := str(model.peft_config[active[0]].peft_type.value)) != "LORA":

@@ -89,10 +89,10 @@ class PlannedServerAdapter(ServerAdapter):  # type: ignore[misc]
                     rlcore.accept_controls, address, number, _TIMEOUT_S, are_coming=are_coming
                 )
 
-            refused, found = await asyncio.gather(asked, accept(), return_exceptions=True)
-            _raise_together([one for one in (refused, found) if isinstance(one, BaseException)])
-        assert isinstance(found, list)
-        return found
+            outcomes: list[Any] = list(await asyncio.gather(asked, accept(), return_exceptions=True))
+            _raise_together([one for one in outcomes if isinstance(one, BaseException)])
+        controls: list[ControlSocket] = outcomes[1]
+        return controls
 
     async def _send(self, sender: rlcore.WeightSender) -> None:
         await self._asked("start_weight_update")
@@ -101,8 +101,8 @@ class PlannedServerAdapter(ServerAdapter):  # type: ignore[misc]
         try:
             sender.send(timeout_s=_TIMEOUT_S)
         except SyncError as error:
-            (refused,) = await asyncio.gather(asked, return_exceptions=True)
-            raise error from refused
+            outcomes: list[Any] = list(await asyncio.gather(asked, return_exceptions=True))
+            raise error from outcomes[0]
         await asked
         await self._asked("finish_weight_update")
 
