@@ -30,15 +30,20 @@ def ranks(number: int, kind: str, folder: Path, out: Path) -> list[dict[str, Any
     with (out / "rlcore-0.dist-info" / "entry_points.txt").open("a") as entry_points:
         entry_points.write("[verl.plugins]\nrlcore = rlcore.integrations.verl.plugin\n")
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.verl_rank"]
+    logs = [
+        (out / f"log-{rank}").open("w+") for rank in range(number)
+    ]  # no pipe, which a process of vLLM could keep open
     running = [
         subprocess.Popen(
             [*command, str(rank), str(number), str(folder), str(out), kind],
-            env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=variables, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
         )
-        for rank in range(number)
+        for rank, log in enumerate(logs)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=1400)[0] for rank in running]
-    assert [rank.returncode for rank in running] == [0] * number, "\n".join(said)
+    for process in running:
+        process.wait(1400)
+    said = [Path(log.name).read_text() for log in logs]
+    assert [process.returncode for process in running] == [0] * number, "\n".join(said)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(number)]
 
 

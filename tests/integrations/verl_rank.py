@@ -62,6 +62,9 @@ class ModuleWorker:
     def tokens(self) -> list[list[int]]:
         return greedy(self.module)
 
+    def close(self) -> None:
+        self.control.close()
+
 
 class VllmWorker:
     """A vLLM with verl's worker extension, in a process of its own."""
@@ -89,6 +92,9 @@ class VllmWorker:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
         prompts: Any = [{"prompt_token_ids": ids} for ids in PROMPTS]
         return [list(one.outputs[0].token_ids) for one in self.llm.generate(prompts, params, use_tqdm=False)]
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 class Server:
@@ -222,7 +228,9 @@ def main(rank: int, size: int, folder: str, out: str, kind: str) -> None:
         said["refused"] = refusals(engine, rank)
     Path(out, f"rank-{rank}.json").write_text(json.dumps(said))
     dist.barrier()
-    os._exit(0)  # vLLM's processes and Ray's threads end with this one
+    worker.close()
+    sys.stdout.flush()
+    os._exit(0)  # threads of Ray and of this file end with the process
 
 
 if __name__ == "__main__":
