@@ -26,7 +26,7 @@ from rlcore.weights.adapters import adapted_layers, adapter_names
 from rlcore.weights.view import whole
 
 _PREFIX = "base_model.model."
-"""What peft puts before each name in its files."""
+"""The prefix of each name in the files of peft."""
 
 
 class AdapterVersion(NamedTuple):
