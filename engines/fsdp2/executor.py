@@ -22,6 +22,7 @@ from rlcore.engines.fsdp2.materialize import materialize, read_again
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
 from rlcore.engines.fsdp2.sharding import Sharding, reshard, shard
 from rlcore.engines.fsdp2.step import evaluate, score, train_step
+from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
@@ -64,6 +65,7 @@ class Fsdp2Executor(TrainExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
         self.module = module
+        self._strategy = Fsdp2Strategy(module, self.device, reduce_each=sharding.reduce_each_micro_batch)
         self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self.sync_ends = [self._sender]
         self.offload_groups = self._make_offload_groups()
@@ -108,14 +110,13 @@ class Fsdp2Executor(TrainExecutor):
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
-        reduce_each = self._sharding.reduce_each_micro_batch
-        return train_step(self.module, self.device, batch, loss_fn, options=options, reduce_each=reduce_each)
+        return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self._strategy)
 
     def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
-        return evaluate(self.module, self.device, batch, loss_fn, options)
+        return evaluate(self.module, self.device, batch, loss_fn, options, strategy=self._strategy)
 
     def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
-        return score(self.module, self.device, batch, options)
+        return score(self.module, self.device, batch, options, strategy=self._strategy)
 
     # ---------------------------------------------------------------------------------------------- state
 
