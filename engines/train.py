@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
@@ -73,7 +74,8 @@ class TrainEngine(CheckpointedEngine):
         Args:
             replicas: copies of the sharded weights (HSDP); there are ``replicas * data_parallel_size`` workers.
             options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
-                ``rlcore.engines.fsdp2.sharding.Sharding``.
+                ``rlcore.engines.fsdp2.sharding.Sharding``, for "deepspeed" those of
+                ``rlcore.engines.deepspeed.options.ZeroOptions``.
         """
         for name, value in (("replicas", replicas), ("data_parallel_size", data_parallel_size)):
             if type(value) is not int or value < 1:
@@ -98,6 +100,9 @@ class TrainEngine(CheckpointedEngine):
     def _refill(self) -> str:
         # A state dict of adapters does not have the base weights.
         return "load(path) or restart()" if self._has_adapters else "load(path), load_state_dict(state) or restart()"
+
+    def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
+        self._executor_class.check_packages()
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.

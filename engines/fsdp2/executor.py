@@ -17,6 +17,7 @@ from rlcore.engines.checkpoints.export import export
 from rlcore.engines.checkpoints.loading import agreed
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
+from rlcore.engines.executors.state import check_state
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.materialize import materialize, read_again
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
@@ -29,11 +30,10 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
+from rlcore.errors import CheckpointError, UnsupportedError
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.adapters import adapted_layers
-from rlcore.weights.names import mismatch
 from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, whole
 
@@ -140,23 +140,7 @@ class Fsdp2Executor(TrainExecutor):
         reshard(self.module)
         has_adapters = bool(adapted_layers(self.module))
         own = {weight.name: weight for weight in self.module.weight_views("only" if has_adapters else "base")}
-        if found := mismatch({name: weight.view for name, weight in own.items()}, state):
-            call = "state_dict(adapters='only')" if has_adapters else "state_dict()"
-            raise InvalidInputError(f"load_state_dict() needs exactly what {call} gives: {found}")
-        for name, weight in own.items():
-            if state[name].is_floating_point() != weight.view.is_floating_point():
-                raise InvalidInputError(
-                    f"load_state_dict() does not round {name} from {state[name].dtype} to {weight.view.dtype}; "
-                    "convert it first"
-                )
-            if _has_nan(state[name]):
-                raise InvalidInputError(
-                    f"load_state_dict() got NaN in {name}; give weights that are numbers, and nothing is changed"
-                )
-        if computed := [name for name, weight in own.items() if not weight.parts]:
-            raise UnsupportedError(
-                f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"
-            )
+        check_state(self._class_name, own, state, is_adapters=has_adapters)
         for name, weight in own.items():
             for part in weight.parts:
                 for box, tensor in own_pieces(part.view, part.parameter):
@@ -219,8 +203,3 @@ def _check_optimizers(module: TrainModule) -> None:
                 f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",
                 "torch has no such kernel for sharded parameters; leave fused out",
             )
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isnan for some float8
-    return bool(numbers.isnan().any())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,11 +21,19 @@ from rlcore.weights.source import WeightSource
 from rlcore.weights.view import WeightPart
 
 
-def materialize(module: TrainModule, source: WeightSource, device: torch.device, *, seed: int) -> None:
+def materialize(
+    module: TrainModule,
+    source: WeightSource,
+    device: torch.device,
+    *,
+    seed: int,
+    placed: Callable[[nn.Parameter], None] = lambda parameter: None,
+) -> None:
     """Put real parameters in place of the meta ones, with the same sharding; tied parameters stay tied.
 
     Args:
         seed: for the random numbers of fresh parameters: the same on every rank, for any number of ranks.
+        placed: is called with each new parameter, before the next one takes memory.
 
     Raises:
         CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
@@ -40,6 +48,7 @@ def materialize(module: TrainModule, source: WeightSource, device: torch.device,
         for name in names:
             owner, leaf = owner_of(module, name)
             own_parameters(owner)[leaf] = new
+        placed(new)
     for name, buffer in module.named_buffers():
         owner, leaf = owner_of(module, name)
         own_buffers(owner)[leaf] = owned(reader.buffer(name, buffer).to(device))
