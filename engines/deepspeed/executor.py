@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rlcore.engines.checkpoints import train_state
+from rlcore.engines.checkpoints.checkpoint import Checkpoint
+from rlcore.engines.checkpoints.export import export
+from rlcore.engines.checkpoints.loading import agreed, half_loaded
+from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.deepspeed.fill import fill
 from rlcore.engines.deepspeed.library import check_installed, deepspeed_for
 from rlcore.engines.deepspeed.memory import ZeroGradients, optimizer_tensors
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.deepspeed.partitions import Partitions, chunks
+from rlcore.engines.deepspeed.train_state import ZeroTrainState
 from rlcore.engines.deepspeed.zero import Zero
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.state import check_state
@@ -30,7 +38,7 @@ from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import StateError, UnsupportedError
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.weights.adapters import adapted_layers
-from rlcore.weights.source import open_weights
+from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, named_tensors, whole
 
 
@@ -45,6 +53,7 @@ class DeepSpeedExecutor(TrainExecutor):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self.zero: Zero | None = None
+        self._saver = Saver(self.device)
 
     @classmethod
     def check_packages(cls) -> None:
@@ -55,6 +64,7 @@ class DeepSpeedExecutor(TrainExecutor):
         chosen = ZeroOptions(**options)
         self.module, self._class_name = module, type(module).__name__
         device, dtype = self.device.torch_device, chosen.torch_compute_dtype
+        self._dtype = dtype
         library = deepspeed_for(self.device)
         self.context.process_group(COLLECTIVE_TIMEOUT_S)
         library.init_distributed(self.device.collectives.backend, dist_init_required=False)
@@ -154,7 +164,58 @@ class DeepSpeedExecutor(TrainExecutor):
                 fill(part, state[name])
         self.zero.refresh_masters()
 
+    # ---------------------------------------------------------------------------------------- checkpoints
+
+    def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
+        """See ``Saver.save``."""
+        captured = train_state.capture(self._state().trained(with_values=True), self.device)
+        captured = replace(captured, state=captured.state | {"extra": extra})
+        return self._saver.save(folder, captured, blocking=blocking, algorithm=algorithm)
+
+    def end_save(self) -> float | None:
+        return self._saver.end()
+
+    def is_save_over(self) -> bool:
+        return self._saver.is_over()
+
+    def _state(self) -> ZeroTrainState:
+        assert self.zero is not None
+        self.zero.release()
+        return ZeroTrainState(self.zero, self.module, self._partitions, self._class_name)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        own, frozen = self._state(), train_state.unsaved(self.module)
+
+        def look(saved: Checkpoint) -> tuple[train_state.TrainState, WeightSource | None]:
+            state = train_state.check(saved, own.trained(with_values=False), self.device)
+            return state, open_weights(self.module, self._dtype) if frozen else None
+
+        state, base = agreed(folder, self.device, look)
+        self._sender.revoke()
+        for tag in ("weights", "optimizer"):
+            self.offload_groups[tag].onload()  # all tensors are filled in place
+        try:
+            if base is not None:
+                self._partitions.read_again(self.module, base, frozen)
+            own.restore(state)
+        except Exception as error:
+            raise half_loaded(folder, error) from error
+        return state.plain.extra
+
+    def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
+        assert self.zero is not None
+        self.zero.release()
+        export(
+            self.module,
+            folder,
+            max_shard_bytes=max_shard_bytes,
+            writes=self.context.rank == 0,
+            algorithm=algorithm,
+            views=lambda: self._partitions.weight_views(self.module),
+        )
+
     def close(self) -> None:
+        self._saver.wait()
         zero = self.zero
         super().close()
         if zero is not None:

@@ -7,7 +7,7 @@ takes elements, and nothing is gathered for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from rlcore.engines.fsdp2.materialize import SourceReader
 from rlcore.nn import TrainModule
+from rlcore.weights.source import WeightSource
 from rlcore.weights.view import GATHER, Adapters, WeightPart, WeightView
 
 
@@ -91,6 +93,25 @@ class Partitions:
         whole = flat.full_tensor() if isinstance(flat, DTensor) else flat.clone()
         shape: Any = held
         return whole.view(shape.ds_shape)
+
+    def store(self, parameter: Tensor, whole: Tensor) -> None:
+        """Keep this rank's chunk of a whole tensor as that of a partitioned parameter."""
+        held: Any = parameter
+        start = min(held.ds_numel, held.ds_tensor.numel() * dist.get_rank())
+        own = whole.reshape(-1)[start : start + held.ds_tensor.numel()]
+        held.ds_tensor.data.narrow(0, 0, own.numel()).copy_(own)
+
+    def read_again(self, module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
+        """Overwrite parameters by the values of the module's source, one after the other."""
+        with self.shaped(module):
+            reader = SourceReader(module, source)
+            for parameter in parameters:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
+                reader.read(parameter, whole)
+                if is_partitioned(parameter):
+                    self.store(parameter, whole)
+                else:
+                    parameter.detach().copy_(whole)
 
     def weight_views(self, module: TrainModule, adapters: Adapters = "merged") -> Iterator[WeightView]:
         """Yield ``module.weight_views(adapters)``, with the flat tensors of partitioned parameters in their place."""

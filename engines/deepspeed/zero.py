@@ -278,3 +278,42 @@ def gradient_buffers(zero_optimizer: Any, stage: int) -> Iterator[Tensor]:
         yield from summed or ()
     for group in zero_optimizer.bit16_groups:
         yield from (one.grad_accum for one in group if one.grad_accum is not None)
+
+
+def elements(
+    zero_optimizer: Any, stage: int, groups: list[list[nn.Parameter]]
+) -> Iterator[tuple[nn.Parameter, int, int, int, int]]:
+    """Yield for each parameter of the optimizer where this rank has elements of it.
+
+    Yields:
+        The parameter, the number of its flat tensor, the first element there, and the first and the end in the
+        parameter, numbered row by row. A rank may have none.
+    """
+    rank = dist.get_rank()
+    if stage == 3:
+        for number, group in enumerate(zero_optimizer.fp16_groups):
+            offset = 0
+            for parameter in group:
+                chunk = parameter.ds_tensor.ds_numel
+                start = min(parameter.ds_numel, chunk * rank)
+                yield parameter, number, offset, start, min(parameter.ds_numel, start + chunk)
+                offset += chunk
+        return
+    for number, group in enumerate(zero_optimizer.bit16_groups):
+        size, first = zero_optimizer.single_partition_of_fp32_groups[number].numel(), 0
+        for parameter in group:
+            numel = parameter.numel()
+            start = min(max(rank * size - first, 0), numel)
+            stop = min(max((rank + 1) * size - first, 0), numel)
+            yield parameter, number, min(max(first + start - rank * size, 0), size), start, stop
+            first += numel
+
+
+def publish_masters(zero_optimizer: Any, stage: int) -> None:
+    """Give the weights that the module computes with the values of those that the optimizer steps, on all ranks."""
+    if stage < 3:
+        zero_optimizer.update_lp_params()
+        return
+    pairs = zip(zero_optimizer.fp16_partitioned_groups_flat, zero_optimizer.fp32_partitioned_groups_flat, strict=True)
+    for computed, stepped in pairs:
+        computed.data.copy_(stepped.data)

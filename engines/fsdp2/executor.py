@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
-from rlcore.engines.checkpoints.loading import agreed
+from rlcore.engines.checkpoints.loading import agreed, half_loaded
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.state import check_state
@@ -30,7 +30,7 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.errors import CheckpointError, UnsupportedError
+from rlcore.errors import UnsupportedError
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.adapters import adapted_layers
@@ -151,7 +151,7 @@ class Fsdp2Executor(TrainExecutor):
     def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
         """See ``Saver.save``."""
         reshard(self.module)
-        captured = train_state.capture(self.module, self.device)
+        captured = train_state.capture(train_state.trained(self.module), self.device)
         captured = replace(captured, state=captured.state | {"extra": extra})
         return self._saver.save(folder, captured, blocking=blocking, algorithm=algorithm)
 
@@ -166,7 +166,7 @@ class Fsdp2Executor(TrainExecutor):
         frozen = train_state.unsaved(self.module)
 
         def look(saved: Checkpoint) -> tuple[train_state.TrainState, WeightSource | None]:
-            state = train_state.check(saved, self.module, self.device)
+            state = train_state.check(saved, train_state.trained(self.module), self.device)
             return state, open_weights(self.module, self._sharding.torch_dtype) if frozen else None
 
         state, base = agreed(folder, self.device, look)
@@ -178,11 +178,7 @@ class Fsdp2Executor(TrainExecutor):
                 read_again(self.module, base, frozen)
             train_state.restore(state, self.module)
         except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} is right, and yet this worker could not take all of it: "
-                f"{type(error).__name__}: {error}; call load() again, or restart(): until then some of its weights and "
-                "optimizer states are the checkpoint's and some are not"
-            ) from error
+            raise half_loaded(folder, error) from error
         return state.plain.extra
 
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:

@@ -38,7 +38,7 @@ def materialize(
     Raises:
         CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
     """
-    reader = _SourceReader(module, source)
+    reader = SourceReader(module, source)
     reader.check()
     for old, names in names_by_parameter(module).items():
         local = torch.empty([side.stop - side.start for side in own_box(old)], device=device, dtype=old.dtype)
@@ -56,12 +56,12 @@ def materialize(
 
 def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
     """Overwrite parameters of a materialized module by the values of its source."""
-    reader = _SourceReader(module, source)
+    reader = SourceReader(module, source)
     for parameter in parameters:
         reader.read(parameter, local_part(parameter.detach()))
 
 
-class _SourceReader:
+class SourceReader:
     """Finds a module's tensors in a source: by the module's names, or as the weights of a checkpoint."""
 
     def __init__(self, module: TrainModule, source: WeightSource) -> None:
