@@ -76,7 +76,7 @@ class DeepSpeedExecutor(TrainExecutor):
         module.train()
         with partitions.shaped(module):
             module.on_weights_materialized()
-            optimizer = _checked_optimizer(module)
+            optimizer = checked_optimizer(module)
         self.zero = Zero(library, module, optimizer, chosen, self.device)
         if self.context.world_size > 1:
             self.context.close_listeners(COLLECTIVE_TIMEOUT_S)  # of DeepSpeed's groups
@@ -228,7 +228,7 @@ def _guard_steps(guard: Guard, zero: Zero, message: str) -> None:
         guard.guard_method(optimizer, "step", message)
 
 
-def _checked_optimizer(module: TrainModule) -> Optimizer | None:
+def checked_optimizer(module: TrainModule) -> Optimizer | None:
     """Return the module's optimizer, None without one.
 
     Raises:

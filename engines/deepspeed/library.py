@@ -10,14 +10,16 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlcore.device import Device
 from rlcore.errors import MissingDependencyError, UnsupportedError
+
+if TYPE_CHECKING:
+    from rlcore.device import Device
 
 LEAST_VERSION = (0, 19, 8)
 """The first version with ``managed_gradient_accumulation``, by which the caller says where a step ends."""
-INSTALL = "DS_ACCELERATOR=cpu pip install --no-build-isolation 'rlcore[deepspeed]'"
+INSTALL = "DS_ACCELERATOR=cpu pip install --no-build-isolation"
 """The command that needs no CUDA toolchain: DeepSpeed is a source distribution, which imports torch as it is built."""
 
 
@@ -27,12 +29,17 @@ def check_installed() -> None:
         found = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError as error:
         raise MissingDependencyError("deepspeed", needed_for='executor="deepspeed"', extra="deepspeed") from error
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdecimal())
-    if numbers < LEAST_VERSION:
+    if not is_new_enough(found):
         least = ".".join(map(str, LEAST_VERSION))
         raise UnsupportedError(
             f"DeepSpeed {found}", f"the executor needs at least {least}; run: {INSTALL} 'deepspeed>={least}'"
         )
+
+
+def is_new_enough(version: str) -> bool:
+    """Return True if the executor runs with this version of DeepSpeed."""
+    numbers = [part for part in version.partition("+")[0].split(".")[:3] if part.isdecimal()]
+    return tuple(map(int, numbers)) >= LEAST_VERSION
 
 
 def deepspeed_for(device: Device) -> Any:
