@@ -67,7 +67,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What of a module a checkpoint holds beside random states."""
+    """The parts of a module that a checkpoint holds, beside random states."""
 
     module_name: str
     weights: Mapping[str, Tensor | TensorPart]
@@ -77,7 +77,7 @@ class Trained:
 
 
 class StatefulOptimizer(Protocol):
-    """What a checkpoint needs of an optimizer."""
+    """The members of an optimizer that a checkpoint needs."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
