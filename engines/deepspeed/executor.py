@@ -74,9 +74,9 @@ class DeepSpeedExecutor(TrainExecutor):
         self._partitions = partitions = Partitions(library, config if chosen.stage == 3 else None, device)
         materialize(module, source, device, seed=seed, placed=partitions.place)
         module.train()
-        with partitions.shaped(module):
-            module.on_weights_materialized()
-            optimizer = checked_optimizer(module)
+        module.on_weights_materialized()
+        optimizer = checked_optimizer(module)
+        partitions.hide_shapes(module)
         self.zero = Zero(library, module, optimizer, chosen, self.device)
         if self.context.world_size > 1:
             self.context.close_listeners(COLLECTIVE_TIMEOUT_S)  # of DeepSpeed's groups
@@ -123,6 +123,8 @@ class DeepSpeedExecutor(TrainExecutor):
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
+        assert self.zero is not None
+        self.zero.check_optimizer()
         return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self.zero)
 
     def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
@@ -180,6 +182,7 @@ class DeepSpeedExecutor(TrainExecutor):
 
     def _state(self) -> ZeroTrainState:
         assert self.zero is not None
+        self.zero.check_optimizer()
         self.zero.release()
         return ZeroTrainState(self.zero, self.module, self._partitions, self._class_name)
 

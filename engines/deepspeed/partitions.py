@@ -43,7 +43,10 @@ class Partitions:
             self._mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=names)
 
     def place(self, parameter: nn.Parameter) -> None:
-        """Partition a whole parameter: this rank keeps its chunk. All ranks call it for the same one."""
+        """Partition a whole parameter: this rank keeps its chunk. All ranks call it for the same one.
+
+        Until ``hide_shapes`` it has its shape, and NaN for values.
+        """
         if self._config is None:
             return
         if self._first is None:
@@ -53,22 +56,26 @@ class Partitions:
             self._first = parameter
         else:
             self._first.convert_to_zero_parameters(param_list=[parameter])
-        held: Any = parameter
-        setattr(held, GATHER, lambda: self.gathered(parameter))
+        setattr(parameter, GATHER, lambda: self.gathered(parameter))
+        _show_shape(parameter)  # the initial values of others may depend on it
+
+    def hide_shapes(self, module: nn.Module) -> None:
+        """Leave all partitioned parameters empty, as DeepSpeed expects them; until then they have shapes."""
+        for parameter in module.parameters():
+            if is_partitioned(parameter):
+                _hide_shape(parameter)
 
     @contextmanager
     def shaped(self, module: nn.Module) -> Iterator[None]:
         """Inside, partitioned parameters have their shapes, and NaN for values; they take no memory."""
         empty = [one for one in module.parameters() if is_partitioned(one) and not one.numel()]
         for parameter in empty:
-            one: Any = parameter
-            nan = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
-            parameter.data = nan.expand(one.ds_shape)
+            _show_shape(parameter)
         try:
             yield
         finally:
             for parameter in empty:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                _hide_shape(parameter)
 
     def flat(self, parameter: Tensor) -> Tensor:
         """Return a parameter as a tensor of one dimension, a DTensor on several ranks; one that is whole, itself."""
@@ -132,3 +139,13 @@ def chunks(module: nn.Module) -> Iterator[Tensor]:
     for parameter in module.parameters():
         held: Any = parameter
         yield held.ds_tensor if is_partitioned(parameter) else parameter
+
+
+def _show_shape(parameter: nn.Parameter) -> None:
+    held: Any = parameter
+    nan = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device)
+    parameter.data = nan.expand(held.ds_shape)
+
+
+def _hide_shape(parameter: nn.Parameter) -> None:
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

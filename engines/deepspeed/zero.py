@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from rlcore.device import Device
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.executors.strategy import ShardingStrategy
-from rlcore.nn import TrainModule
+from rlcore.errors import StateError
+from rlcore.nn import TrainModule, optimizers_of
 
 T = TypeVar("T")
 _OWNER = "_rlcore_zero"
@@ -69,6 +70,15 @@ class Zero(ShardingStrategy):
         if optimizer is not None:
             self._take_over(optimizer)
         self._route_calls()
+
+    def check_optimizer(self) -> None:
+        """Raise StateError if the module has another optimizer than when it was built, which ZeRO does not know."""
+        if list(optimizers_of(self._module).values()) != self.optimizers:
+            name = type(self._module).__name__
+            raise StateError(
+                f"the optimizer of this {name} is another than on_weights_materialized() made, and DeepSpeed does not "
+                "know it; change the values of its groups instead, or call restart()"
+            )
 
     # -------------------------------------------------------------------------------------------- the step
 
