@@ -246,7 +246,7 @@ def test_the_sampler_gets_partitions_of_elements(build: Build, qwen2_folder: Pat
 def test_two_workers_save_and_three_of_the_other_executor_go_on(
     start: Build, build: Build, weights: dict[str, Tensor], tmp_path: Path, saved_by: str
 ) -> None:
-    """Also after a rank was killed. Moments, steps, hyper-parameters and the scheduler included: else the second step would be another."""
+    """Moments, steps and the scheduler included: else the second step would be another. A rank is killed before."""
     truth, batch, folder = truth_of_weights(weights), packed_batch(), tmp_path / "checkpoint"
     first = start(2, "fsdp2") if saved_by == "fsdp2" else build(1, 2)
     if saved_by == "deepspeed":
