@@ -118,9 +118,10 @@ def difference(a: CaseResult, b: CaseResult) -> Difference:
 
 
 def _clock(a: CaseResult, b: CaseResult) -> str:
-    """The device's own; on a host that others used meanwhile the processors' time, which they advance less.
+    """Return the clock to compare by: the device's own where there is one.
 
-    A clock that does not tell of every sample is not compared: its samples cannot be assigned to rounds.
+    On a host that others used meanwhile it is the processors' time, which they disturb less. A clock without a value
+    for every sample is not compared: its samples cannot be assigned to rounds.
     """
     clocks = ["device_time", *["processor_time"] * _is_shared(a, b)]
     return next((clock for clock in clocks if _tells_all(a, clock) and _tells_all(b, clock)), "time")
@@ -211,7 +212,7 @@ class ComparedResult:
     params: Mapping[str, int | float | str]
     verdict: Verdict
     reason: str = ""
-    """Why it is not comparable, or cannot be told whatever the noise."""
+    """The reason why it is not comparable, or why nothing can be said whatever the noise."""
     is_of_one: bool = False
     """Only one of the runs has it."""
     is_regression: bool = False
@@ -220,7 +221,7 @@ class ComparedResult:
     """Seconds, by the clock that was compared."""
     median_b: float | None = None
     difference: Difference | None = None
-    """Also where nothing can be told."""
+    """It is there even if the verdict is "cannot tell"."""
     cost_ratio: float | None = None
     """The ratio of the prices of one run, b / a."""
     usd_per_million_tokens: tuple[float, float] | None = None
@@ -270,8 +271,8 @@ class Comparison:
     @property
     def geometric_mean(self) -> float | None:
         """The mean of the ratios of which more is known than that chance may make them."""
-        told = [row.difference.ratio for row in self.rows if row.difference and row.verdict != "cannot tell"]
-        logs = [math.log(ratio) for ratio in told]
+        ratios = [row.difference.ratio for row in self.rows if row.difference and row.verdict != "cannot tell"]
+        logs = [math.log(ratio) for ratio in ratios]
         return math.exp(statistics.fmean(logs)) if logs else None
 
 

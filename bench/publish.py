@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from rlcore.bench.answers import ReportRun
 from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.record import CaseResult, Record, by_case, json_schema, read
-from rlcore.bench.report import render
-from rlcore.bench.run import calls_of, noted
-from rlcore.bench.summary import Selector, is_of_machine, is_ours, median, selected
-from rlcore.bench.tables import (
+from rlcore.bench.reports.answers import ReportRun
+from rlcore.bench.reports.page import render
+from rlcore.bench.reports.summary import Selector, is_of_machine, is_ours, median, selected
+from rlcore.bench.reports.tables import (
     ResultTable,
     missing_table,
     results_table,
@@ -25,7 +24,8 @@ from rlcore.bench.tables import (
     sizes_told,
     targets_table,
 )
-from rlcore.bench.text import quantity
+from rlcore.bench.reports.text import quantity
+from rlcore.bench.run import calls_of, noted
 from rlcore.errors import BenchError
 
 # -------------------------------------------------------------------------------------------- README's table
@@ -109,8 +109,8 @@ def _chosen(shown: ReadmeRow, record: Record, selector: Selector, whose: str) ->
     which = f" for {', '.join(map(str, selector.values()))}" if selector else f" {whose}" if shown.beside == {} else ""
     why = f"has no number{which} in" if results else "is not in"
     broken = "; ".join(f"{one.implementation}: {one.status}: {one.reason}" for one in results if one.reason)
-    told = f" ({broken})" if broken else ""
-    raise BenchError(f"{shown.case} {why} {shown.record}.json{told}; the README shows only what passed")
+    reasons = f" ({broken})" if broken else ""
+    raise BenchError(f"{shown.case} {why} {shown.record}.json{reasons}; the README shows only what passed")
 
 
 def _value(result: CaseResult, shown: ReadmeRow) -> float:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from rlcore.bench.export import HEADER, header
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import Record
-from rlcore.bench.system import new_record
+from rlcore.bench.reports.export import HEADER, header
 from rlcore.device import Device
 from rlcore.registry import get_device
 

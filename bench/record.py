@@ -6,7 +6,6 @@ Raw samples are kept; whoever reads computes. A result that did not pass has a r
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +15,6 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from rlcore.atomic import write_file
-from rlcore.bench.text import short_commit
 from rlcore.errors import BenchError
 
 SCHEMA: Final = "rlcore.bench/1"
@@ -58,7 +56,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures that device and host told while a case ran. None: they do not tell."""
+    """Figures of device and host while a case ran; None where they do not report one."""
 
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
@@ -253,6 +251,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return ", ".join(dict.fromkeys(map(short_commit, calls)))
 
 
+def short_commit(name: str | None) -> str:
+    """Shortened; None is unknown."""
+    found, _, changes = (name or "unknown").partition("-")
+    return f"{found[:12]}{' with changes' if changes else ''}"
+
+
 def encode(record: Record) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n"
 
@@ -311,62 +315,36 @@ def _line(data: bytes, error: Exception) -> int:
     if isinstance(error, msgspec.ValidationError):
         place = re.search(r"`(\$[^`]*)`$", str(error))
         unknown = re.search(r"unknown field `([^`]*)`", str(error))
-        return line_of(data.decode(), (place[1] if place else "$") + (f".{unknown[1]}" if unknown else ""))
+        return line_of(data, (place[1] if place else "$") + (f".{unknown[1]}" if unknown else ""))
     byte = re.search(r"\(byte (\d+)\)", str(error))
     return data[: int(byte[1]) if byte else len(data)].count(b"\n") + 1
 
 
-# -------------------------------------------------------------------- the line of a value, for who has to mend it
-
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
-_SPACE = re.compile(r"[ \t\r\n]*")
-_decoder = json.JSONDecoder()
 
 
-def line_of(text: str, path: str) -> int:
-    """The line, from 1, on which the value at ``path`` ("$.cases[0].name") begins.
+def line_of(data: bytes, path: str) -> int:
+    """Return the line, from 1, on which the value at ``path`` ("$.cases[0].name") begins.
 
-    Where the path leads to nothing it is the line of the last value on the way; ``text`` must be JSON.
+    Where the path leads to nothing it is the line of the last value on the way; ``data`` must be JSON.
     """
-    at = _skip(text, 0)
+    value: bytes | msgspec.Raw = data
     for name, index in _STEP.findall(path):
-        found = _member(text, at, name) if name else _item(text, at, int(index))
-        if found is None:
+        try:
+            if name:
+                value = msgspec.json.decode(value, type=dict[str, msgspec.Raw])[name]
+            else:
+                value = msgspec.json.decode(value, type=list[msgspec.Raw])[int(index)]
+        except LookupError:
             break
-        at = found
-    return text.count("\n", 0, at) + 1
+    return data.count(b"\n", 0, _address(value) - _address(data)) + 1
 
 
-def _skip(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    assert space is not None
-    return space.end()
+def _address(value: bytes | msgspec.Raw) -> int:
+    """Return where the bytes lie in memory: a ``Raw`` is a view of those that it was decoded from."""
+    import numpy as np
 
-
-def _member(text: str, at: int, wanted: str) -> int | None:
-    at = _skip(text, at + 1)
-    while text[at] != "}":
-        name, at = _decoder.raw_decode(text, at)
-        at = _skip(text, _skip(text, at) + 1)  # past the colon
-        if name == wanted:
-            return at
-        at = _next(text, at)
-    return None
-
-
-def _item(text: str, at: int, wanted: int) -> int | None:
-    at = _skip(text, at + 1)
-    for _ in range(wanted):
-        if text[at] == "]":
-            return None
-        at = _next(text, at)
-    return at
-
-
-def _next(text: str, at: int) -> int:
-    """Past the value at ``at`` and its comma."""
-    at = _skip(text, _decoder.raw_decode(text, at)[1])
-    return _skip(text, at + 1) if text[at] == "," else at
+    return int(np.frombuffer(value, np.uint8).ctypes.data)
 
 
 # ---------------------------------------------------------------------------------------------------- the schema

@@ -19,9 +19,9 @@ import msgspec
 from rlcore.atomic import is_special, write_file
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
-from rlcore.bench.measure import Sampling
+from rlcore.bench.measurement.measure import Sampling
+from rlcore.bench.measurement.telemetry import joined, marks
 from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, write
-from rlcore.bench.telemetry import joined, marks
 from rlcore.device import Device
 from rlcore.errors import BenchError
 from rlcore.settings import Settings
@@ -35,7 +35,7 @@ Report = Callable[[Case, list[CaseResult]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """The amount that a run measures."""
+    """The size of a run: its kind, rounds and samples."""
 
     effort: Effort
     rounds: int
@@ -179,8 +179,8 @@ def continued(earlier: Record, now: Record) -> Record:
     """
     found = {name: pair for name, pair in what_differs(earlier, now).items() if name not in ("commit", *NOTES)}
     if found:
-        told = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
-        raise BenchError(f"the record was not made like this run, which cannot go on with it: {told}")
+        differences = "; ".join(f"{name}: {then} there, {here} here" for name, (then, here) in found.items())
+        raise BenchError(f"the record was not made like this run, which cannot go on with it: {differences}")
     calls = [*calls_of(earlier), _call_of(now)]
     return noted(msgspec.structs.replace(earlier, calls=calls), now.system.hw_notes)
 
@@ -212,7 +212,7 @@ def _rounds_of(results: list[CaseResult]) -> float:
 
 
 def _merged(earlier: list[CaseResult], later: list[CaseResult]) -> list[CaseResult]:
-    """All samples of what passed in every round; the failure of what did not."""
+    """Return all samples of the results that passed in every round, and the failures of the others."""
     if any(not result.implementation for result in later):  # the case as a whole failed
         return later
     found = {identity(result): result for result in later}
@@ -228,14 +228,14 @@ def _joined(first: CaseResult, second: CaseResult) -> CaseResult:
         for metric in first.metrics
     ]
     rounds = [*(first.rounds or [len(first.samples("time"))]), len(second.samples("time"))]
-    told = joined(first.telemetry, second.telemetry) if first.telemetry and second.telemetry else first.telemetry
+    telemetry = joined(first.telemetry, second.telemetry) if first.telemetry and second.telemetry else first.telemetry
     return msgspec.structs.replace(
         first,
         metrics=metrics,
         rounds=rounds,
         rounds_at=first.rounds_at + second.rounds_at if first.rounds_at and second.rounds_at else [],
-        telemetry=told,
-        marks=marks(told) if told else [],
+        telemetry=telemetry,
+        marks=marks(telemetry) if telemetry else [],
     )
 
 
@@ -271,7 +271,7 @@ class Durations:
         return case.estimate_s if self._is_host else case.device_estimate_s or case.estimate_s + _ON_DEVICE_S
 
     def of(self, case: Case) -> float:
-        """All its rounds."""
+        """Return the seconds of all rounds of a case."""
         known = self._known.get(case.name)
         is_repeated = known.is_repeated if known else case.estimate_s < _WHOLE_PROGRAM_S
         return self.of_round(case) * (self._plan.rounds if is_repeated else 1)
@@ -290,7 +290,7 @@ class Durations:
 
 
 class TimeLimit:
-    """Until when a run may last."""
+    """The time limit of a run."""
 
     def __init__(self, minutes: float | None, durations: Durations, started: float) -> None:
         """``minutes`` count from ``started``, by ``time.monotonic``; None: as long as it takes."""

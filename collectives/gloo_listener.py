@@ -2,9 +2,9 @@
 
 Gloo accepts whoever connects, keeps a connection until it says which rank it is, and ends the process by SIGABRT when
 ``accept`` fails. So any user of the host could use up a rank's descriptors. Gloo has no Unix sockets, takes no
-listener from outside through torch, and never closes its own. Nor can anybody else close it: gloo's thread would find
-the descriptor ready for ever, or be missing it at the end. But its owner can attach a socket filter, socket(7), which
-drops every request for a new connection, and leaves the connections that there are.
+listener from outside through torch, and never closes its own. Nobody else can close it either: gloo's thread would then
+spin on the descriptor, or close it a second time. But the owner can attach a socket filter, socket(7), which drops
+every request for a new connection, and keeps the connections that exist.
 """
 
 from __future__ import annotations

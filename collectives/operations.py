@@ -48,11 +48,11 @@ def operation(**kinds: Kind) -> Callable[[F], F]:
         checked = takes(**kinds)(method)
 
         @functools.wraps(checked)
-        def told(self: Operations, *arguments: Any, **options: Any) -> Any:
+        def operation(self: Operations, *arguments: Any, **options: Any) -> Any:
             with self._operation(method.__name__):
                 return checked(self, *arguments, **options)
 
-        return told  # type: ignore[return-value]
+        return operation  # type: ignore[return-value]
 
     return decorate
 
@@ -103,7 +103,7 @@ class Operations(ABC):
         Args:
             tensor: any shape, the same on all ranks; of ``device.collectives.dtypes()``.
             op: of ``device.collectives.reduce_ops()``.
-            factor: of "premul_sum": this rank's values count so many times.
+            factor: for op "premul_sum", by which this rank's values are multiplied first.
 
         Raises:
             UnsupportedError: the operator has no meaning for the dtype.
@@ -204,8 +204,8 @@ class Operations(ABC):
                 f"{', '.join(f'{dtype_name(part.dtype)} {tuple(part.shape)} on {part.device}' for part in parts)}"
             )
         if sizes is None:
-            told = self._agree("all_to_all", _rows_of(parts[0]), [part.shape[0] for part in parts])
-            sizes = [rows[self.rank] for rows in told]
+            rows_by_rank = self._agree("all_to_all", _rows_of(parts[0]), [part.shape[0] for part in parts])
+            sizes = [rows[self.rank] for rows in rows_by_rank]
         elif len(sizes) != self.world_size or sizes[self.rank] != parts[self.rank].shape[0]:
             raise InvalidInputError(
                 f"sizes of all_to_all must be the rows that each of {self.world_size} ranks sends to this rank "
@@ -334,20 +334,20 @@ class Operations(ABC):
         self, what: str, call: str, rows: Sequence[int] = (), *, timeout_s: float | None = None
     ) -> list[list[int]]:
         """Return ``rows`` of all ranks after a check that their calls are the same."""
-        told = [
+        calls = [
             msgspec.msgpack.decode(data)
             for data in self._exchanged(msgspec.msgpack.encode((f"{what} {call}".rstrip(), rows)), what, timeout_s)
         ]
-        if len({asked for asked, _ in told}) > 1:
-            listed = "; ".join(f"rank {rank} calls {asked}" for rank, (asked, _) in enumerate(told))
+        if len({call for call, _ in calls}) > 1:
+            listed = "; ".join(f"rank {rank} calls {name}" for rank, (name, _) in enumerate(calls))
             raise CollectiveError(f"{what} of group {self.name!r}: all ranks must call the same; {listed}")
         self._agreed.add(what)
-        return [rank_rows for _, rank_rows in told]
+        return [rank_rows for _, rank_rows in calls]
 
-    def _compare_sizes(self, told: list[list[int]]) -> None:
+    def _compare_sizes(self, rows_by_rank: list[list[int]]) -> None:
         """Compare the rows that each rank sends to each other, and those that the other expects."""
         for source, destination in itertools.product(range(self.world_size), repeat=2):
-            sent, expected = told[source][destination], told[destination][self.world_size + source]
+            sent, expected = rows_by_rank[source][destination], rows_by_rank[destination][self.world_size + source]
             if sent != expected:
                 raise CollectiveError(
                     f"all_to_all of group {self.name!r}: rank {source} sends {sent} rows to rank {destination}, whose "

@@ -177,16 +177,16 @@ class PeerMonitor:
         gone |= {rank: f" {note.why}".rstrip() for rank, note in notes.items() if note.is_end}
         causes = {rank: note for rank, note in notes.items() if rank in note.ranks and rank not in gone}
         victims = {rank: note for rank, note in notes.items() if rank not in causes and rank not in gone}
-        told = causes or (victims if follows_victims and not gone else {})
-        reasons = "".join(f"; before, rank {rank} gave up: {note.why}" for rank, note in told.items())
+        reported = causes or (victims if follows_victims and not gone else {})
+        reasons = "".join(f"; before, rank {rank} gave up: {note.why}" for rank, note in reported.items())
         blamed = tuple(
-            sorted({*gone, *(rank for note in told.values() for rank in note.ranks)} - {self._rendezvous.rank})
+            sorted({*gone, *(rank for note in reported.values() for rank in note.ranks)} - {self._rendezvous.rank})
         )
         if gone:
             names = ", ".join(f"{self._names([rank])} has ended{why}" for rank, why in sorted(gone.items()))
             text = f"{what} of {self._label} failed: {names}; destroy() the group and make one without it{reasons}"
             return self._notified(PeerDiedError(text, ranks=blamed))
-        return self._notified(CollectiveError(f"{failed}{reasons}", ranks=blamed)) if told else None
+        return self._notified(CollectiveError(f"{failed}{reasons}", ranks=blamed)) if reported else None
 
     def _notes(self, key: str) -> dict[int, str]:
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it

@@ -199,6 +199,11 @@ class InferenceEngine(Engine, ReceivingEngine):
     # ------------------------------------------------------------------------------------------------ sync
 
     @property
+    def path(self) -> Path:
+        """The model folder."""
+        return self._path
+
+    @property
     def version(self) -> int:
         """Number of the weights that are served; 0 is the model folder's."""
         return self._version

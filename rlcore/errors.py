@@ -18,6 +18,8 @@ They are of these classes::
     │   └── PeerDiedError                       a rank's process has ended
     ├── CheckpointError                         a checkpoint is missing, damaged, foreign or not writable
     ├── SyncError                               a weight sync failed; says what state the engine is in
+    ├── RolloutError                            episodes cannot go on, or a reward function failed
+    │   └── RolloutTimeoutError (TimeoutError)  they, or it, did not end in time
     └── BenchError                              a benchmark cannot run, or its record is unreadable
 
 A message names the object, the value given, what is accepted and what to do.
@@ -38,8 +40,8 @@ def printable(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """Return "Type: text" of any exception, in one printable line of at most 300 characters and "..."."""
     text = " ".join(_text(error).split())
-    told = printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-    return told if len(told) <= _LONGEST else f"{told[:_LONGEST]}..."
+    text = printable(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _text(error: BaseException) -> str:
@@ -91,8 +93,8 @@ class TorchImportError(RlcoreError, ImportError):
 
     def __init__(self, cause: Exception) -> None:
         behind = f" ({type(cause.__cause__).__name__}: {cause.__cause__})" if cause.__cause__ else ""
-        told = f"{type(cause).__name__}: {cause}{behind}"
-        super().__init__(f"import torch failed: {told}; `rlcore doctor` says what to do")
+        reason = f"{type(cause).__name__}: {cause}{behind}"
+        super().__init__(f"import torch failed: {reason}; `rlcore doctor` says what to do")
 
 
 class PluginError(RlcoreError):
@@ -161,6 +163,14 @@ class CheckpointError(RlcoreError):
 
 class SyncError(RlcoreError):
     """A weight sync failed. The message says what state the receiving engine was left in."""
+
+
+class RolloutError(RlcoreError):
+    """Episodes cannot go on: no sampler is left, or too many failed in a row. Or a reward function failed."""
+
+
+class RolloutTimeoutError(RolloutError, TimeoutError):
+    """Episodes, or a reward function, did not end in time."""
 
 
 class BenchError(RlcoreError):

@@ -25,9 +25,9 @@ def why_not(probe: Callable[..., str | None], *arguments: Any, device: torch.dev
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(run).result()
     except Exception as error:  # any error of a package, a vendor or a compiler
-        return f"its probe failed: {type(error).__name__}: {first_line(error)}"
+        return f"its probe failed: {type(error).__name__}: {short_line(error)}"
 
 
-def first_line(error: BaseException) -> str:
+def short_line(error: BaseException) -> str:
     """Return the first line of an error's message, at most 200 characters of it."""
     return (str(error).splitlines() or [""])[0][:200]

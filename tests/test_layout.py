@@ -94,6 +94,13 @@ ROOMS = {
         ("linear",),
         ("plugin",),
     ),
+    "bench": (
+        ("record", "steps"),
+        ("case", "compare"),
+        ("measurement", "reports"),
+        ("run", "plugin"),
+        ("publish", "pytest_plugin", "cases"),
+    ),
 }  # fmt: skip
 """Files and folders of a part, from the lowest: each imports from its own row and from those above it in this table."""
 

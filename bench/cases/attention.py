@@ -40,16 +40,16 @@ def _prepare(backward: bool, device: Device) -> Work:
 
 def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtype, *, backward: bool) -> Contender:
     N, D = heads
-    q, k, v, upstream = (
+    q, k, v, grad_output = (
         torch.randn(1, N, L, D, device=device.torch_device, dtype=dtype).requires_grad_(backward) for _ in range(4)
     )
 
     def run() -> tuple[Tensor, ...]:
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return (out.detach(), *torch.autograd.grad(out, (q, k, v), upstream)) if backward else (out,)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad_output)) if backward else (out,)
 
     def check(found: tuple[Tensor, ...]) -> None:
-        _check(found, q, k, v, upstream)
+        _check(found, q, k, v, grad_output)
 
     # Two products of L x L x D a head, of which causality needs half; the backward is five of them, two recomputed.
     flops = round((3.5 if backward else 1.0) * 2 * N * L * L * D)
@@ -57,15 +57,15 @@ def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtyp
     return Contender("torch.sdpa", run, check, params={"L": L}, limits={f"product/{name}": flops})
 
 
-def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> None:
-    """Outputs of the last queries, and the gradient of those queries, in float64."""
+def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> None:
+    """Compare the outputs of the last queries, and the gradient of those queries, with float64."""
     queries, keys, values = q[0, 0, -_CHECKED:].double().detach().requires_grad_(), k[0, 0].double(), v[0, 0].double()
     scores = queries @ keys.detach().T * queries.shape[-1] ** -0.5
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - _CHECKED + 1)
     want = scores.masked_fill(hidden, -torch.inf).softmax(1) @ values.detach()
     pairs = [("output", found[0][0, 0, -_CHECKED:], want)]
     if len(found) > 1:
-        (gradient,) = torch.autograd.grad(want, queries, upstream[0, 0, -_CHECKED:].double())
+        (gradient,) = torch.autograd.grad(want, queries, grad_output[0, 0, -_CHECKED:].double())
         pairs.append(("gradient of the queries", found[1][0, 0, -_CHECKED:], gradient))
     for name, got, true in pairs:
         error = float(((got.double() - true).norm() / true.norm()).detach())

@@ -13,10 +13,13 @@ def _prepare(device: Device) -> Work:
     raise UnsupportedError("a case beside other libraries in this installation", f"it {_HOW}")
 
 
-_TOLD = {
+_DESCRIPTIONS = {
     "kernels/peers": "the operators of other libraries beside those of rlcore",
     "race": "steps of GRPO from end to end, beside TRL's GRPOTrainer",
     "weight_sync/vllm": "new weights for real vLLM, and the turn around it",
 }
 
-cases = tuple(Case(name, f"{told}; {_HOW}", _prepare, effort="full", estimate_s=0.1) for name, told in _TOLD.items())
+cases = tuple(
+    Case(name, f"{description}; {_HOW}", _prepare, effort="full", estimate_s=0.1)
+    for name, description in _DESCRIPTIONS.items()
+)

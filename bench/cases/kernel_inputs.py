@@ -35,7 +35,7 @@ class HeadSize:
 
 
 HOST = HeadSize(256, 16_000, 256, torch.float32)
-"""Under a second a run on two cores; there it stands for the first of the sizes below, and there are no others."""
+"""The size on a host, where a run takes under a second on two cores. It replaces the first of the sizes below."""
 HEADS = {
     "8b": HeadSize(8192, 151_936, 4096, torch.bfloat16),
     "0.5b": HeadSize(32_768, 151_936, 896, torch.bfloat16),
@@ -44,7 +44,7 @@ HEADS = {
 }
 """Output heads of Qwen models by their number of parameters, under micro-batches that such models are given."""
 LOGITS = HeadSize(16_384, 151_936, 256, torch.bfloat16)
-"""Where the logits are there already; H only makes them."""
+"""The size of operators on logits; H is only used to make the logits."""
 ACCURACY = HeadSize(1024, 151_936, 2048, torch.bfloat16)
 _OF_SEVERAL_RANKS = "vocab_parallel"
 
@@ -122,14 +122,14 @@ class Inputs:
 
 
 def implementations(op: str, device: Device) -> list[str]:
-    """Registered for one rank of this device; on an accelerator not the definition: it holds all logits in float32."""
+    """Return those registered for one rank of this device; on an accelerator without "reference", with all logits."""
     names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
     left_out = {_OF_SEVERAL_RANKS} if device.spec.is_host else {_OF_SEVERAL_RANKS, "reference"}
     return [name for name in names if name not in left_out]
 
 
 def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """Within what one rounding of the result to ``dtype`` may cost, relative to the largest; float64 decides."""
+    """Raise AssertionError if ``got`` differs by more than one rounding to ``dtype``, relative to the largest value."""
     scale = want.abs().max().item()
     tolerance = max(torch.finfo(dtype).eps, 1e-4)
     torch.testing.assert_close(
@@ -138,7 +138,7 @@ def assert_close(name: str, got: Tensor, want: Tensor, dtype: torch.dtype) -> No
 
 
 def assert_scores(output: tuple[Tensor | None, ...], true: Logprobs, dtype: torch.dtype) -> None:
-    """Peers round the logits: wrong is what that does not explain."""
+    """Compare scores with the truth; peers round the logits to ``dtype``, which is no error."""
     logprob_T, entropy_T = output[:2]
     assert logprob_T is not None and true.entropy is not None
     rows = slice(0, min(len(true.logprob), len(logprob_T)))

@@ -1,6 +1,6 @@
 """Log-probabilities from logits and from hidden states: each registered implementation against the others and peers.
 
-``linear_loss`` stands at the sizes of training steps beside the three products that nobody can do without.
+``linear_loss`` runs at the sizes of training steps, beside the three matrix products that every implementation must do.
 
 Letters: T tokens, V vocabulary, H hidden size.
 """
@@ -67,14 +67,16 @@ def _scorers(op: str, device: Device, call: Any, *, backward: bool = True) -> di
     return found
 
 
-def _scored(score: Score, leaves: tuple[Tensor, ...], target_T: Tensor, upstream_2T: Tensor, backward: bool) -> _Output:
+def _scored(
+    score: Score, leaves: tuple[Tensor, ...], target_T: Tensor, grad_output_2T: Tensor, backward: bool
+) -> _Output:
     """Return log-probability, entropy or None, and with ``backward`` the gradients of the leaves."""
     with torch.set_grad_enabled(backward):
         found = [x for x in score(*leaves, target_T) if x is not None]
         gradients: _Output = ()
         if backward:
-            upstream = [g_T.to(x.dtype) for g_T, x in zip(upstream_2T, found, strict=False)]
-            gradients = torch.autograd.grad(found, leaves, upstream)
+            grad_output = [g_T.to(x.dtype) for g_T, x in zip(grad_output_2T, found, strict=False)]
+            gradients = torch.autograd.grad(found, leaves, grad_output)
     return *(*(x.detach() for x in found), None)[:2], *gradients
 
 
@@ -85,20 +87,20 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
     inputs = Inputs.on(device, LOGITS)
     size = inputs.size
     logits_TV = (inputs.hidden_TH @ inputs.weight_VH.T).requires_grad_(backward)
-    upstream_2T = torch.randn(2, size.T, device=device.torch_device)
+    grad_output_2T = torch.randn(2, size.T, device=device.torch_device)
     checked = slice(0, CHECKED_ROWS)
     true_TV = logits_TV.detach()[checked].double().requires_grad_()
     found = token_logprob(true_TV, inputs.target_T[checked], with_entropy=True, implementation="reference")
     assert found.entropy is not None
     true = Logprobs(found.logprob.detach(), found.entropy.detach())
-    outputs, upstream = [found.logprob, found.entropy], list(upstream_2T[:, checked].double())
+    outputs, grad_output = [found.logprob, found.entropy], list(grad_output_2T[:, checked].double())
     # of what has no entropy, and of what has one
     true_gradients = [
-        torch.autograd.grad(outputs[:count], true_TV, upstream[:count], retain_graph=True)[0] for count in (1, 2)
+        torch.autograd.grad(outputs[:count], true_TV, grad_output[:count], retain_graph=True)[0] for count in (1, 2)
     ]
 
     def contender(name: str, score: Score) -> Contender:
-        return Contender(name, lambda: _scored(score, (logits_TV,), inputs.target_T, upstream_2T, backward), check)
+        return Contender(name, lambda: _scored(score, (logits_TV,), inputs.target_T, grad_output_2T, backward), check)
 
     def check(output: _Output) -> None:
         assert_scores(output, true, size.dtype)
@@ -124,13 +126,13 @@ def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -
     inputs = Inputs.on(device, size)
     size, true = inputs.size, inputs.true_scores()
     leaves = inputs.leaves()
-    upstream_2T = torch.randn(2, size.T, device=device.torch_device)
+    grad_output_2T = torch.randn(2, size.T, device=device.torch_device)
 
     def check(output: _Output) -> None:
         assert_scores(output, true, size.dtype)
 
     def contender(name: str, score: Score) -> Contender:
-        return Contender(name, lambda: _scored(score, leaves, inputs.target_T, upstream_2T, backward), check)
+        return Contender(name, lambda: _scored(score, leaves, inputs.target_T, grad_output_2T, backward), check)
 
     scorers = _scorers("linear_logprob", device, linear_logprob)
     if backward and "tiled" in scorers:
@@ -145,7 +147,7 @@ def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -
     return Work(
         tuple(contender(*scorer) for scorer in scorers.items()),
         inputs.params,
-        # The logits and both gradients; that some make the logits twice is not needed.
+        # The logits and both gradients; some implementations make the logits twice, which is not needed.
         flops=(6 if backward else 2) * size.T * size.V * size.H,
         bytes=(2 if backward else 1) * (size.T + size.V) * size.H * size.dtype.itemsize,
         runs_on="stream",
@@ -242,20 +244,22 @@ def _prepare_loss(device: Device, *, size: HeadSize) -> Work:
 
 
 def _bare_products(inputs: Inputs) -> Callable[[], None]:
-    """The device's own, on numbers like those of a training step; what they give means nothing."""
+    """Return the device's own three products, on numbers like those of a training step; their results mean nothing."""
     size, hidden_TH, weight_VH = inputs.size, inputs.hidden_TH, inputs.weight_VH
-    room_TV = torch.randn(min(size.T, _WEIGHT_ROWS), size.V, device=hidden_TH.device, dtype=size.dtype)
+    workspace_TV = torch.randn(min(size.T, _WEIGHT_ROWS), size.V, device=hidden_TH.device, dtype=size.dtype)
     hidden_gradient_TH = torch.empty_like(hidden_TH)
     weight_gradient_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
 
     def run() -> None:
         for start in range(0, size.T, _LOGITS_ROWS):
-            rows, room = slice(start, start + _LOGITS_ROWS), room_TV[start % len(room_TV) :][:_LOGITS_ROWS]
-            torch.mm(hidden_TH[rows], weight_VH.T, out=room)
-            torch.mm(room, weight_VH, out=hidden_gradient_TH[rows])
+            rows = slice(start, start + _LOGITS_ROWS)
+            workspace = workspace_TV[start % len(workspace_TV) :][:_LOGITS_ROWS]
+            torch.mm(hidden_TH[rows], weight_VH.T, out=workspace)
+            torch.mm(workspace, weight_VH, out=hidden_gradient_TH[rows])
         for start in range(0, size.T, _WEIGHT_ROWS):
             rows = slice(start, start + _WEIGHT_ROWS)
-            torch.addmm(weight_gradient_VH, room_TV.T, hidden_TH[rows], out_dtype=torch.float32, out=weight_gradient_VH)
+            out: dict[str, Any] = {"out_dtype": torch.float32, "out": weight_gradient_VH}
+            torch.addmm(weight_gradient_VH, workspace_TV.T, hidden_TH[rows], **out)
 
     return run
 
@@ -309,16 +313,16 @@ def _prepare_accuracy(device: Device) -> Work:
     inputs, peaked = Inputs.on(device, ACCURACY), Inputs.on(device, ACCURACY, deviation=16.0)
     inputs = Inputs(inputs.size, inputs.hidden_TH / 2, inputs.weight_VH, inputs.target_T)
     peaked.target_T[::2] = (peaked.hidden_TH[::2] @ peaked.weight_VH.T).argmax(1)
-    upstream_2T = torch.randn(2, inputs.size.T, device=device.torch_device)
+    grad_output_2T = torch.randn(2, inputs.size.T, device=device.torch_device)
     true, true_peaked = inputs.true_scores(), peaked.true_scores()
     weight_T = torch.ones(inputs.size.T, device=device.torch_device)
-    rows = {"g": upstream_2T[0], "g_bar": upstream_2T[1]}
+    rows = {"g": grad_output_2T[0], "g_bar": grad_output_2T[1]}
     true_gradients = [inputs.true_gradients(loss, rows, weight_T)[1:] for loss in (_of_logprob, _of_both)]
     leaves = inputs.leaves()
 
     def contender(name: str, score: Score) -> Contender:
         def run() -> _Output:
-            found = _scored(score, leaves, inputs.target_T, upstream_2T, backward=True)
+            found = _scored(score, leaves, inputs.target_T, grad_output_2T, backward=True)
             with torch.no_grad():
                 return *found, score(peaked.hidden_TH, peaked.weight_VH, peaked.target_T)[0]
 

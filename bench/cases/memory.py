@@ -1,7 +1,7 @@
 """Memory of the device and of the host: how fast it is read, written, copied between them, and allocated.
 
-``copies`` ask what the links reach. ``host_memory`` sets buffers of exact size beside torch's, and batches of tensors
-beside one large copy.
+``copies`` measure the links. ``host_memory`` compares buffers of exact size with torch's, and batches of tensors with
+one large copy.
 """
 
 from __future__ import annotations
@@ -241,11 +241,11 @@ cases = (
     *(
         Case(
             f"copies/{way}",
-            f"256 MiB {told}, {at} pinned and {at} pageable memory",
+            f"256 MiB {direction}, {at} pinned and {at} pageable memory",
             functools.partial(_prepare_link, way),
             **_QUICK,
         )
-        for way, told, at in _WAYS
+        for way, direction, at in _WAYS
     ),
     Case(
         "copies/both_ways",
@@ -263,19 +263,19 @@ cases = (
     *(
         Case(
             f"host_memory/{way}",
-            f"copy 2 GiB {told}, {at} host_alloc and {at} torch's pinned memory",
+            f"copy 2 GiB {direction}, {at} host_alloc and {at} torch's pinned memory",
             functools.partial(_prepare_buffers, way),
             estimate_s=20.0,
         )
-        for way, told, at in _WAYS
+        for way, direction, at in _WAYS
     ),
     *(
         Case(
             f"host_memory/batch_{way}",
-            f"copy 5,000 tensors {told}: {_BATCH}",
+            f"copy 5,000 tensors {direction}: {_BATCH}",
             functools.partial(_prepare_batch, way),
             estimate_s=20.0,
         )
-        for way, told, _ in _WAYS
+        for way, direction, _ in _WAYS
     ),
 )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.bench.calibrate import shortest_s
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.timing import Measured, self_timed
+from rlcore.bench.measurement.calibrate import shortest_s
 from rlcore.device import Device
 from rlcore.errors import UnsupportedError
 from rlcore.tensor_data import dtype_name

@@ -47,7 +47,7 @@ class QuickstartRun:
 
 
 def quickstart(device: str, seed: int, *options: str) -> QuickstartRun:
-    """Run it in a folder that is removed afterwards; raises RuntimeError with what it said when it fails."""
+    """Run the command in a folder that is removed afterwards; raises RuntimeError with its output when it fails."""
     with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
         output = Path(folder, "run")
         arguments = ["--device", device, "--seed", str(seed), "--steps", str(STEPS), "--output", str(output), *options]
@@ -73,7 +73,7 @@ def _processor_s_of_children() -> float:
 
 
 def accuracies(steps: Steps) -> tuple[float, float]:
-    """Before the first step and after the last."""
+    """Return the accuracies before the first step and after the last."""
     measured = [metrics["accuracy"] for metrics in steps if "accuracy" in metrics]
     return measured[0], measured[-1]
 

@@ -2,9 +2,9 @@
 
 Both train the same model from the same weights on the same tokens, with the same packed attention, compiled blocks,
 recomputation and fused AdamW. The plain loop makes the logits of every token and compiles the loss over them, and its
-compiler chooses by itself what blocks keep for their backward, which the engine's is told (``block_compiler``). Of
-several devices the engine is shown on one too, for what each of several does of that. Each contender is built, warmed
-up, timed and closed before the next, so that each has the devices to itself.
+compiler chooses by itself what blocks keep for their backward; the engine tells its own (``block_compiler``). Where
+there are several devices the engine also runs on one, to show what each of several loses. Each contender is built,
+warmed up, timed and closed before the next, so that each has the devices to itself.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ Step = Callable[[Mapping[str, Tensor]], float]
 
 
 def _times(step: Step, batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, list[float]]:
-    """The loss of the first step, and the seconds of every one until its metrics are there. What of the optimizer is
-    left then the next one waits for."""
+    """Return the loss of the first step, and the seconds of every step until its metrics are there.
+
+    Work of the optimizer that is still queued then counts in the next step.
+    """
     losses, seconds = [], []
     for batch in batches:
         started = time.perf_counter()
@@ -213,7 +215,7 @@ class _Plain:
         rows = torch.cat([torch.arange(start, end) for start, end in own])
         ends = torch.tensor([end - start for start, end in own]).cumsum(0)
         weight = torch.ones(len(rows))
-        weight[ends - 1] = 0.0  # nothing follows
+        weight[ends - 1] = 0.0  # the last token of a sequence predicts nothing
         given = {
             "input_ids": batch["input_ids"].index_select(0, rows),  # [rows] would wake every thread of the host
             "weight": weight / (bounds[-1] - len(bounds) + 1),

@@ -1,7 +1,7 @@
 """New weights for an engine in another process on the same device, as shares of a plain copy of the same bytes.
 
-The engine keeps them fused, as vLLM does. Beside rlcore's routes stands the loop that most frameworks have: for each
-tensor by name a copy, a handle, a call, and the engine's own loader.
+The engine keeps them fused, as vLLM does. rlcore's routes are compared with the loop that most frameworks have: for
+each tensor by name a copy, a handle, a call, and the engine's own loader.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Version:
 
 
 CANN_FOR_IPC, DRIVER_FOR_IPC = Version("8.3.RC1"), Version("25.3.rc1")
-"""The floors below which verl uses no IPC on NPUs; torch_npu itself names none."""
+"""The oldest versions with which verl uses IPC on NPUs; torch_npu itself names none."""
 
 
 def cann_home(environ: Mapping[str, str] = os.environ) -> Path | None:

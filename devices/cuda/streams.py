@@ -9,7 +9,7 @@ import torch
 
 from rlcore.devices.streams import TorchStreams
 from rlcore.errors import InvalidInputError
-from rlcore.probing import first_line
+from rlcore.probing import short_line
 from rlcore.types import Capability, EventHandle
 
 
@@ -39,7 +39,7 @@ class CudaStreams(TorchStreams):
         except RuntimeError as error:  # an event does not tell how it was made
             raise InvalidInputError(
                 f"export_event takes what event(interprocess=True) made; the driver has no handle of {event!r}: "
-                f"{first_line(error).rstrip('. ')}. "
+                f"{short_line(error).rstrip('. ')}. "
                 f"Make the event with {self._device.name}'s streams.event(interprocess=True)"
             ) from error
         return payload
@@ -52,7 +52,7 @@ class CudaStreams(TorchStreams):
         except RuntimeError as error:
             raise InvalidInputError(
                 f"import_event: {self._device.name} cannot open this event of GPU {handle.device_uuid}: "
-                f"{first_line(error).rstrip('. ')}. "
+                f"{short_line(error).rstrip('. ')}. "
                 "That GPU must be visible here, and its process must still hold the event"
             ) from error
         return event

@@ -61,10 +61,10 @@ class TorchSharing(Sharing):
         # A token that is sent to nobody has the count. The device of the arguments is the importer's own.
         token = torch.empty(1, dtype=torch.uint8, device=self._device.torch_device)
         rebuild, own = self._reduced(token)
-        told = msgspec.structs.asdict(name)
-        del told["device_uuid"]
+        fields = msgspec.structs.asdict(name)
+        del fields["device_uuid"]
         whole = {"tensor_size": torch.Size([name.storage_size_bytes]), "tensor_stride": (1,), "tensor_offset": 0}
-        tensor: torch.Tensor = rebuild(*(own | told | whole).values())
+        tensor: torch.Tensor = rebuild(*(own | fields | whole).values())
         return tensor.untyped_storage()
 
     def close(self, memory: SharedMemory) -> None:

@@ -36,7 +36,7 @@ def _check(python: str) -> None:
     ours = __version__
     wanted = f"install rlcore {ours} there: {python} -m pip install <the wheel or clone of this one>"
     try:
-        told = subprocess.run(
+        result = subprocess.run(
             command,
             env=environment_for(python, os.environ),
             stdin=subprocess.DEVNULL,
@@ -47,10 +47,10 @@ def _check(python: str) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InvalidInputError(f"python={python!r} does not run: {error}") from error
-    if told.returncode:
-        reason = (told.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise InvalidInputError(f"python={python!r} cannot import rlcore ({reason}); {wanted}")
-    if (version := told.stdout.strip()) != ours:
+    if (version := result.stdout.strip()) != ours:
         raise InvalidInputError(f"python={python!r} has rlcore {version}, and this is {ours}; {wanted}")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import rlcore
-from rlcore.chaos.checks import ViolationError, require, told
+from rlcore.chaos.checks import ViolationError, error_text, require
 from rlcore.engines.weight_sync.channels.control import RemoteCall
 from rlcore.errors import RlcoreError, SyncError
 
@@ -136,8 +136,8 @@ class _Receiving(threading.Thread):
             try:
                 self.receiver.receive(timeout_s=_LATE_S)
             except SyncError as error:
-                says_whole = "are whole" in told(error)
-                if not says_whole and "are a mixture" not in told(error):
+                says_whole = "are whole" in error_text(error)
+                if not says_whole and "are a mixture" not in error_text(error):
                     self.problem = f"receive() does not say whether the weights are whole: {error}"
                 elif says_whole != self.receiver.is_whole:
                     self.problem = f"is_whole is {self.receiver.is_whole}, and receive() said: {error}"

@@ -29,7 +29,7 @@ def require(is_kept: object, promise: str) -> None:
         raise ViolationError(promise)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what a user reads of an error without looking for its causes: its text and notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
@@ -43,7 +43,7 @@ def check_error(error: BaseException, accepted: tuple[type[BaseException], ...])
     """An error is one of rlcore's, of the accepted types, and has a text."""
     kinds = " or ".join(kind.__name__ for kind in accepted) or "no error"
     require(isinstance(error, RlcoreError), f"{kinds} was promised, and {type(error).__name__} came: {error}")
-    require(isinstance(error, accepted), f"{kinds} was promised, and {type(error).__name__} came: {told(error)}")
+    require(isinstance(error, accepted), f"{kinds} was promised, and {type(error).__name__} came: {error_text(error)}")
     require(str(error).strip(), f"{type(error).__name__} has no text")
 
 

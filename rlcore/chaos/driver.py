@@ -18,7 +18,7 @@ from rlcore.arguments import did_you_mean
 from rlcore.chaos.checks import left_of, processes_of
 from rlcore.chaos.faults import FAULTS, PAIRS
 from rlcore.chaos.plan import Plan, plan_of
-from rlcore.chaos.program import INCIDENT_S, Told
+from rlcore.chaos.program import INCIDENT_S, IncidentReport
 from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
@@ -58,7 +58,7 @@ class ChaosRound:
 
     seed: int
     repeat: str
-    incidents: list[Told] = field(default_factory=list)
+    incidents: list[IncidentReport] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -200,27 +200,27 @@ class _Driven:
     def _follow(self, child: MessageChild) -> None:
         """Take the program's messages until it ends; kill it when it is late."""
         last, ending, now = "", self._plan.ending, "its start"
-        while (told := self._next(child, _START_S if not last else INCIDENT_S)) is not None:
-            self._makers |= {*told.makers}
-            if told.kind == "begin":
-                now = f"{told.step} x {told.fault}"
-            elif told.kind == "end":
-                self._take(told)
-            elif told.kind == "saving" and last != "saving":
+        while (report := self._next(child, _START_S if not last else INCIDENT_S)) is not None:
+            self._makers |= {*report.makers}
+            if report.kind == "begin":
+                now = f"{report.step} x {report.fault}"
+            elif report.kind == "end":
+                self._take(report)
+            elif report.kind == "saving" and last != "saving":
                 now = f"a save that {ending} ended"
                 self._strike(child.pid, ending)
-            elif told.kind == "over":
+            elif report.kind == "over":
                 now = "its end"
-            last = told.kind
+            last = report.kind
         if last not in ("over", "saving") and not self._round.violations:
             lines = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
             self._fail(f"the program ended in {now}, or did not go on:\n" + "\n".join(lines))
 
-    def _next(self, child: MessageChild, timeout_s: float) -> Told | None:
+    def _next(self, child: MessageChild, timeout_s: float) -> IncidentReport | None:
         timer = threading.Timer(timeout_s, child.kill)
         timer.start()
         try:
-            return child.receive(Told)
+            return child.receive(IncidentReport)
         finally:
             timer.cancel()
 
@@ -234,13 +234,13 @@ class _Driven:
 
         threading.Timer(delay_s, strike).start()
 
-    def _take(self, told: Told) -> None:
-        self._round.incidents.append(told)
-        words = f" ({told.words})" if told.words else ""
-        outcome = told.outcome or "no error"
-        self._show(f"  {told.step} x {told.fault}{words}: {outcome[:150]} [{told.seconds:.1f} s]")
-        if told.violation:
-            self._fail(f"{told.step} x {told.fault}{words}: {told.violation}")
+    def _take(self, report: IncidentReport) -> None:
+        self._round.incidents.append(report)
+        words = f" ({report.words})" if report.words else ""
+        outcome = report.outcome or "no error"
+        self._show(f"  {report.step} x {report.fault}{words}: {outcome[:150]} [{report.seconds:.1f} s]")
+        if report.violation:
+            self._fail(f"{report.step} x {report.fault}{words}: {report.violation}")
 
     def _fail(self, violation: str) -> None:
         self._round.violations.append(violation)
@@ -257,8 +257,8 @@ class _Driven:
     def _go_on(self) -> None:
         """The next program finds a whole checkpoint, and takes away what the one before has left."""
         with self._program("rlcore.chaos.program:go_on", self._plan.layout.trainers[0]) as child:
-            told = self._next(child, _START_S)
-        if told is None or told.violation:
-            self._fail(f"the program after a {self._plan.ending}: {told.violation if told else 'it ended'}")
+            report = self._next(child, _START_S)
+        if report is None or report.violation:
+            self._fail(f"the program after a {self._plan.ending}: {report.violation if report else 'it ended'}")
         else:
             self._check_left("after the next program")

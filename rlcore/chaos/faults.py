@@ -10,7 +10,7 @@ from functools import partial
 
 from rlcore.chaos import machine_faults, process_faults
 from rlcore.chaos.channel import MISCHIEF
-from rlcore.chaos.checks import ViolationError, check_error, require, told
+from rlcore.chaos.checks import ViolationError, check_error, error_text, require
 from rlcore.chaos.damages import DAMAGES
 from rlcore.chaos.engines import PATIENT_S
 from rlcore.chaos.model import PlannedError
@@ -145,12 +145,12 @@ def judge(fault: Fault, strike: Strike, error: BaseException | None, seconds: fl
     if not strike.has_struck:
         raise ViolationError(f"{type(error).__name__} came before any fault: {error}") from error
     if not fault.errors:
-        raise ViolationError(f"no error was promised, and {type(error).__name__} came: {told(error)}") from error
+        raise ViolationError(f"no error was promised, and {type(error).__name__} came: {error_text(error)}") from error
     _check_text(fault, strike, error)
 
 
 def _check_text(fault: Fault, strike: Strike, error: BaseException) -> None:
-    text = told(error)
+    text = error_text(error)
     check_error(error, fault.errors)
     if fault.names_rank:
         blamed = getattr(error, "device", "")  # of errors of workers

@@ -34,7 +34,7 @@ INCIDENT_S = 600.0
 _GONE_S = 20.0
 
 
-class Told(msgspec.Struct, kw_only=True):
+class IncidentReport(msgspec.Struct, kw_only=True):
     """A message of the program."""
 
     kind: str
@@ -57,7 +57,7 @@ def main(scratch: str) -> None:
     pipe = take_standard_output()
 
     def tell(kind: str, **fields: Any) -> None:
-        write_message(pipe, Told(kind=kind, **fields))
+        write_message(pipe, IncidentReport(kind=kind, **fields))
 
     plan = read_message(sys.stdin.buffer, Plan)
     assert plan is not None
@@ -90,7 +90,7 @@ def _limit_descriptors() -> None:
 
 
 def run(engines: Engines, incident: Incident) -> dict[str, Any]:
-    """Run one incident and check all promises; return the fields of ``Told``."""
+    """Run one incident and check all promises; return the fields of ``IncidentReport``."""
     draw = random.Random(incident.seed)
     strike = Strike(engines, incident.step, draw)
     found: dict[str, Any] = {"step": incident.step, "fault": incident.fault, "outcome": "", "violation": ""}
@@ -183,7 +183,7 @@ def go_on(scratch: str, device: str) -> None:
         require(not left, f"a save after a kill leaves {', '.join(left)}")
     except Exception as error:
         violation = "".join(traceback.format_exception(error))
-    write_message(pipe, Told(kind="over", violation=violation))
+    write_message(pipe, IncidentReport(kind="over", violation=violation))
 
 
 def save_again(scratch: str, device: str, *numbers: str) -> None:

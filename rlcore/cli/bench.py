@@ -79,7 +79,7 @@ def run(
     from dataclasses import replace
 
     from rlcore.bench.case import select_cases
-    from rlcore.bench.isolated import Isolated, with_limits
+    from rlcore.bench.measurement.isolated import Isolated, with_limits
     from rlcore.bench.record import encode, read
     from rlcore.bench.run import PLANS, BenchRun, Durations, TimeLimit, check_can_write, continued, noted
     from rlcore.registry import get_device
@@ -100,9 +100,9 @@ def run(
     durations = Durations(on, plan)
     limit = TimeLimit(within, durations, started)
     minutes = max(1, round(durations.total(chosen) / 60))
-    told = "" if within is None else f"; what does not fit into {within:g} min is skipped"
+    skipping = "" if within is None else f"; what does not fit into {within:g} min is skipped"
     number = f"{len(chosen)} case{'s' * (len(chosen) != 1)}"
-    print(f"{number} on {on.name}, about {minutes} min ({effort}){told}", file=sys.stderr)
+    print(f"{number} on {on.name}, about {minutes} min ({effort}){skipping}", file=sys.stderr)
     with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
         record = noted(isolated.new_record(effort), note)
         record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
@@ -153,7 +153,7 @@ def compare_records(
     from dataclasses import asdict
 
     from rlcore.bench.compare import compare, parse_prices, run_names
-    from rlcore.bench.export import read_any
+    from rlcore.bench.reports.export import read_any
 
     if len(records) < 2:
         raise InvalidInputError(f"compare takes two records or more, got {len(records)}")
@@ -187,8 +187,8 @@ def export_record(
     form: Annotated[Literal["csv", "pytest-benchmark"], typer.Option("--format", help="What to make of it.")] = "csv",
 ) -> None:
     """Print a record as CSV, or as JSON that pytest-benchmark compares."""
-    from rlcore.bench.export import to_csv, to_pytest_benchmark
     from rlcore.bench.record import read
+    from rlcore.bench.reports.export import to_csv, to_pytest_benchmark
 
     make = {"csv": to_csv, "pytest-benchmark": to_pytest_benchmark}[form]
     sys.stdout.write(make(read(record)))
@@ -210,10 +210,10 @@ def report_records(
 ) -> None:
     """Make one self-contained HTML page of one run or several."""
     from rlcore.atomic import write_file
-    from rlcore.bench.answers import ReportRun
     from rlcore.bench.compare import parse_prices, run_names
     from rlcore.bench.record import read
-    from rlcore.bench.report import render
+    from rlcore.bench.reports.answers import ReportRun
+    from rlcore.bench.reports.page import render
 
     names = run_names(records)
     if output.exists() and any(record.exists() and record.samefile(output) for record in records):

@@ -27,7 +27,7 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_
     """Show a progress bar on a terminal; elsewhere a line for each step of a case and its first result."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from rlcore.bench.tables import results_table
+    from rlcore.bench.reports.tables import results_table
 
     seen: set[str] = set()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -52,7 +52,7 @@ def progress(durations: Durations, cases: list[Case], rounds: int) -> Iterator[_
 
 def print_results(record: Record) -> None:
     """Print a line for each result, the number of skipped cases by reason, and the targets of this device."""
-    from rlcore.bench.tables import results_table, targets_table
+    from rlcore.bench.reports.tables import results_table, targets_table
 
     done = [result for result in record.cases if result.status != "skipped"]
     columns = ("case", "implementation", "sizes", "status", "median", "n", "share", "marks")
@@ -68,7 +68,7 @@ def print_results(record: Record) -> None:
 
 def print_comparison(found: Comparison) -> None:
     """Print the differences of two runs, a line for each result, and the number of results by verdict."""
-    from rlcore.bench.tables import compared_table
+    from rlcore.bench.reports.tables import compared_table
 
     rows = [[name, *pair] for name, pair in found.differences.items()]
     print_table(["differs", found.name_a, found.name_b], rows or [["nothing recorded", "", ""]])
@@ -76,9 +76,9 @@ def print_comparison(found: Comparison) -> None:
     table = compared_table(found)
     print_table(*table)
     counts = Counter(row.verdict for row in found.rows)
-    told = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
+    counted = [f"{counts[verdict]} {verdict}" for verdict in ("about equal", "faster", "slower", *sorted(counts))]
     mean = "" if found.geometric_mean is None else f"; geometric mean of the ratios {found.geometric_mean:.3f}"
-    print_text(", ".join(dict.fromkeys(told)) + mean)
+    print_text(", ".join(dict.fromkeys(counted)) + mean)
     both = {row[0] for row in table.rows}
     if left_out := [row.case for row in found.rows if row.case not in both]:
         folders = ", ".join(dict.fromkeys(case.partition("/")[0] for case in left_out))

@@ -28,6 +28,6 @@ def copy_examples(folder: Path, *, force: bool = False) -> list[Path]:
         for source, copy in copies.items():
             write_file(copy, source.read_bytes())
     except OSError as error:
-        told = f"cannot write examples to {folder}: {error.strerror}; give a folder that can be written to"
-        raise InvalidInputError(told) from error
+        message = f"cannot write examples to {folder}: {error.strerror}; give a folder that can be written to"
+        raise InvalidInputError(message) from error
     return list(copies.values())

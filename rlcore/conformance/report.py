@@ -14,7 +14,7 @@ import torch
 
 import rlcore
 from rlcore.atomic import write_file
-from rlcore.bench.system import source_commit
+from rlcore.bench.measurement.system import source_commit
 from rlcore.device import Device
 from rlcore.types import Capability
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.atomic import write_file
-from rlcore.bench.text import short_commit
+from rlcore.bench.record import short_commit
 from rlcore.conformance.report import SCHEMA
 from rlcore.errors import InvalidInputError
 

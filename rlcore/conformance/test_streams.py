@@ -284,12 +284,12 @@ def test_elapsed_time_grows_with_the_work_between(device: Device, busy: BusyWork
 @pytest.mark.covers("streams.event")
 def test_elapsed_time_is_in_milliseconds(device: Device, busy: BusyWork) -> None:
     """The host's clock bounds it: both events were seen not to be reached yet, and seen to be reached."""
-    told = []
+    measured = []
     for pause_s, times in ((0.1, 0), (0.02, 0), (0.0, 3), (0.0, 1)):
         least, elapsed, most = _bounded(device, busy, pause_s, times)
         assert least <= elapsed <= most, f"by the host's clock between {least} and {most} ms, by events {elapsed} ms"
-        told.append(elapsed)
-    assert any(elapsed % 1 for elapsed in told), f"times are cut to whole milliseconds: {told}"
+        measured.append(elapsed)
+    assert any(elapsed % 1 for elapsed in measured), f"times are cut to whole milliseconds: {measured}"
 
 
 @pytest.mark.covers("streams.event")

@@ -42,15 +42,15 @@ def cann(installed: Mapping[str, str], environ: Mapping[str, str] = os.environ) 
 
 
 def _beside_torch_npu(found: versions.Version, torch_npu: str) -> CheckVerdict:
-    told, wanted = f"CANN {found}", _CANN_OF_TORCH_NPU.get(torch_npu)
+    text, wanted = f"CANN {found}", _CANN_OF_TORCH_NPU.get(torch_npu)
     if wanted is None:
-        return _with_ipc(f"{told}; no table says which torch-npu {torch_npu} is for", found, versions.CANN_FOR_IPC)
+        return _with_ipc(f"{text}; no table says which torch-npu {torch_npu} is for", found, versions.CANN_FOR_IPC)
     if found.minor != versions.Version(wanted).minor:
         return warn(
-            f"{told}; torch-npu {torch_npu} is made for CANN {wanted}: operators may be missing or differ",
+            f"{text}; torch-npu {torch_npu} is made for CANN {wanted}: operators may be missing or differ",
             f"install CANN {wanted}, toolkit and operator package, and {_SOURCE}",
         )
-    return _with_ipc(f"{told}, for which torch-npu {torch_npu} is made", found, versions.CANN_FOR_IPC)
+    return _with_ipc(f"{text}, for which torch-npu {torch_npu} is made", found, versions.CANN_FOR_IPC)
 
 
 def driver(

@@ -46,11 +46,11 @@ def nvcc(build: TorchBuild | None, environ: Mapping[str, str] = os.environ) -> C
     found = _release(Path(found_path))
     if found is None:
         return warn(f"{found_path} does not run", "unset CUDA_HOME, or let it name a CUDA toolkit")
-    told = f"CUDA {dotted(found)}, {found_path}"
+    text = f"CUDA {dotted(found)}, {found_path}"
     if build is None or build.cuda is None or found[0] == _major(build.cuda):
-        return ok(told)
+        return ok(text)
     return warn(
-        f"{told}; torch has CUDA {build.cuda}, and refuses to compile extensions with another major version",
+        f"{text}; torch has CUDA {build.cuda}, and refuses to compile extensions with another major version",
         f"export CUDA_HOME=<a CUDA {_major(build.cuda)} toolkit> before pip installs what has to be compiled",
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from rlcore import __version__
-from rlcore.bench.system import installed_versions
+from rlcore.bench.measurement.system import installed_versions
 from rlcore.deadline import call_within
 from rlcore.doctor import ascend, cuda_toolkit, host, nvidia, packages
 from rlcore.doctor.check import CheckResult, Status, run_check

@@ -27,8 +27,8 @@ def operators() -> CheckVerdict:
         return fail("; ".join([*broken, *doubtful]), advice)
     if doubtful:
         return warn("; ".join(doubtful), f"if that is not meant, {advice}")
-    told = ", ".join(f"{one.name!r} of {one.op} (plugin {one.plugin})" for one in entries)
-    return ok(told or "no plugin of a third party has an implementation")
+    text = ", ".join(f"{one.name!r} of {one.op} (plugin {one.plugin})" for one in entries)
+    return ok(text or "no plugin of a third party has an implementation")
 
 
 def _misspelt(one: OpImplementation, built_in: list[str]) -> str:

@@ -92,10 +92,10 @@ def torch(build: TorchBuild | None, versions: Mapping[str, str], file: Path | No
         return fail(f"{found}; rlcore needs at least {dotted(TORCH[0])}", for_npu or "pip install --upgrade torch")
     if release in TORCH:
         return ok(found)
-    told = f"{found}; rlcore was tested with {', '.join(map(dotted, TORCH))}"
+    text = f"{found}; rlcore was tested with {', '.join(map(dotted, TORCH))}"
     if "torch-npu" in versions and not for_npu:  # which asks for this torch
-        return ok(told)
-    return warn(told, for_npu or f"pip install 'torch=={dotted(TORCH[-1])}.*'")
+        return ok(text)
+    return warn(text, for_npu or f"pip install 'torch=={dotted(TORCH[-1])}.*'")
 
 
 def torch_npu(build: TorchBuild | None, versions: Mapping[str, str]) -> CheckVerdict:

@@ -91,7 +91,7 @@ def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:
     try:
         check_can_run_triton(device)
     except (ImportError, NotImplementedError, RuntimeError) as error:
-        return f"it is slow unless compiled with triton: {probing.first_line(error)}"
+        return f"it is slow unless compiled with triton: {probing.short_line(error)}"
     return _lacks(call, "has_dropout")
 
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rlcore._torch_private import fake_tensors
 from rlcore.packed.choice import AttentionCall
 from rlcore.packed.implementations import no_attention_mask, own_attention
-from rlcore.probing import first_line
+from rlcore.probing import short_line
 
 _NAME = "rlcore_recorder"
 _NUM_TOKENS = 6
@@ -65,7 +65,7 @@ def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
     try:
         record = _dry_run(decoder, own)
     except Exception as error:  # the model's own code, under tensors without values
-        return Eligibility(frozenset(), f"its dry run failed: {type(error).__name__}: {first_line(error)}")
+        return Eligibility(frozenset(), f"its dry run failed: {type(error).__name__}: {short_line(error)}")
     faults = record.faults + _layer_faults(decoder, record)
     return Eligibility(frozenset(record.calls), faults[0] if faults else None)
 

@@ -126,7 +126,7 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    from rlcore.bench.child import serve
+    from rlcore.bench.measurement.isolated import serve
 
     serve(lambda: CASES)
     sys.exit(0)

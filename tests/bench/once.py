@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.bench.record import CaseResult
 from rlcore.registry import get_device
 

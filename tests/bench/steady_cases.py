@@ -117,7 +117,7 @@ def cases(slowdown: float = 0.0) -> dict[str, Case]:
 
 
 if __name__ == "__main__":
-    from rlcore.bench.child import serve
+    from rlcore.bench.measurement.isolated import serve
 
     planted = float(sys.argv[1])
     serve(lambda: cases(planted) | {"steady/gpu": gpu_case(planted)})

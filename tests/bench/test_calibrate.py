@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from rlcore.bench import calibrate as module
-from rlcore.bench import telemetry
-from rlcore.bench.calibrate import Store, calibrate
-from rlcore.bench.isolated import with_limits
+from rlcore.bench.measurement import calibrate as module
+from rlcore.bench.measurement import telemetry
+from rlcore.bench.measurement.calibrate import Store, calibrate
+from rlcore.bench.measurement.isolated import with_limits
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import Calibration, CaseResult, Metric, Record
-from rlcore.bench.summary import peak, share_of_limit, unit
-from rlcore.bench.system import new_record
+from rlcore.bench.reports.summary import peak, share_of_limit, unit
 from rlcore.registry import get_device
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from rlcore.bench.compare import compare, difference, parse_prices, run_names
 from rlcore.bench.record import CaseResult, Metric, Record, Telemetry, read, write
-from rlcore.bench.tables import noise_told
+from rlcore.bench.reports.tables import noise_told
 from rlcore.cli.bench import bench
 from rlcore.errors import InvalidInputError
 

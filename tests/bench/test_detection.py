@@ -17,8 +17,8 @@ from steady_cases import PLANTED, PLANTED_ON_GPU, cases, gpu_case
 
 from rlcore.bench.case import Case
 from rlcore.bench.compare import Comparison, compare
-from rlcore.bench.isolated import Isolated
-from rlcore.bench.measure import Sampling
+from rlcore.bench.measurement.isolated import Isolated
+from rlcore.bench.measurement.measure import Sampling
 from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.run import PLANS, BenchRun
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rlcore.bench import device_clock, measure
 from rlcore.bench.case import Case, Contender, Work, load_cases
-from rlcore.bench.device_clock import Flush
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measurement import device_clock, measure
+from rlcore.bench.measurement.device_clock import Flush
+from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.bench.record import CaseResult
 from rlcore.registry import get_device
 from rlcore.types import MemoryStats

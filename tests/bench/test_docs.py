@@ -9,7 +9,7 @@ from typing import Any
 from typer.main import get_command
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.cli.bench import bench
 from rlcore.registry import get_device
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.bench.case import Case
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import CaseResult, Metric
 from rlcore.bench.run import PLANS, BenchRun, Durations, TimeLimit
-from rlcore.bench.system import new_record
 from rlcore.registry import get_device
 
 SLOW = Case(name="slow", description="", prepare=lambda device: None, estimate_s=40.0)

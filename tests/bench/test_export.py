@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from rlcore.bench import pytest_plugin
 from rlcore.bench.compare import compare
-from rlcore.bench.export import read_any, to_csv, to_pytest_benchmark
 from rlcore.bench.record import Record, read, write
+from rlcore.bench.reports.export import read_any, to_csv, to_pytest_benchmark
 from rlcore.cli.bench import bench
 from rlcore.errors import BenchError
 from tests.warm import run_warm

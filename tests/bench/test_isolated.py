@@ -18,8 +18,8 @@ from faulty_cases import CASES, GROUP, HANGS_S, SLEEP_S
 from once import ONCE
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.isolated import Isolated
-from rlcore.bench.measure import Sampling
+from rlcore.bench.measurement.isolated import Isolated
+from rlcore.bench.measurement.measure import Sampling
 from rlcore.bench.record import read
 from rlcore.bench.run import BenchRun
 from rlcore.errors import BenchError

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.bench import measure
 from rlcore.bench.case import Case, Contender, Quantity, Work
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measurement import measure
+from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.bench.record import CaseResult
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device

@@ -12,8 +12,8 @@ from records import result
 
 from rlcore.bench.publish import SHOWN, ReadmeRow, main, page, report, rewritten
 from rlcore.bench.record import BenchCall, CaseResult, Metric, Record, read, write
-from rlcore.bench.tables import ResultTable
-from rlcore.bench.text import size
+from rlcore.bench.reports.tables import ResultTable
+from rlcore.bench.reports.text import size
 from rlcore.errors import BenchError
 from rlcore.settings import VARIABLES
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import quickstart as case
-from rlcore.bench.measure import run_case
+from rlcore.bench.measurement.measure import run_case
 from rlcore.quickstart.output import PHASES
 from rlcore.registry import get_device
 

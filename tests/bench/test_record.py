@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.bench.export import read_any
 from rlcore.bench.record import CaseResult, Metric, Record, System, encode, read, write
+from rlcore.bench.reports.export import read_any
 from rlcore.errors import BenchError
 
 

@@ -14,10 +14,10 @@ import pytest
 from records import STEP, a_record, result
 from typer.testing import CliRunner
 
-from rlcore.bench import charts
-from rlcore.bench.answers import ReportRun
 from rlcore.bench.record import CaseResult, Record, Telemetry, write
-from rlcore.bench.report import peer_groups, render, shares
+from rlcore.bench.reports import charts
+from rlcore.bench.reports.answers import ReportRun
+from rlcore.bench.reports.page import peer_groups, render, shares
 from rlcore.cli.bench import bench
 from rlcore.cli.bench_output import print_results
 

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from rlcore.bench.case import Case
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import CaseResult, Metric, Telemetry, read
 from rlcore.bench.run import PLANS, BenchRun, continued, noted
-from rlcore.bench.system import new_record
 from rlcore.errors import BenchError
 from rlcore.registry import get_device
 

@@ -92,5 +92,5 @@ def test_error_says_the_line(text: str, message: str, tmp_path: Path) -> None:
     [("$", 1), ("$.a", 2), ("$.b", 3), ("$.b[0]", 4), ("$.b[1].c", 6), ("$.b[2]", 7), ("$.b[9]", 3), ("$.x", 1)],
 )
 def test_line_of_a_value(path: str, line: int) -> None:
-    text = '{\n "a": {"b": [1]},\n "b": [\n  "x, ]",\n  {"d": "}",\n   "c": null},\n  2\n ]\n}'
+    text = b'{\n "a": {"b": [1]},\n "b": [\n  "x, ]",\n  {"d": "}",\n   "c": null},\n  2\n ]\n}'
     assert line_of(text, path) == line

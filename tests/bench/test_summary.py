@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from records import a_record, result
 
-from rlcore.bench.answers import ReportRun
 from rlcore.bench.case import load_cases
 from rlcore.bench.publish import page
 from rlcore.bench.record import CaseResult, Metric, Record, write
-from rlcore.bench.report import render
-from rlcore.bench.summary import ResultTarget, missing, outcomes, shortened, targets
+from rlcore.bench.reports.answers import ReportRun
+from rlcore.bench.reports.page import render
+from rlcore.bench.reports.summary import ResultTarget, missing, outcomes, shortened, targets
 from rlcore.cli.bench_output import print_results
 
 CASES = [

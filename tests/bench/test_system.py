@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rlcore.bench import system
-from rlcore.bench.system import describe_system, installed_versions, recorded_environment
+from rlcore.bench.measurement import system
+from rlcore.bench.measurement.system import describe_system, installed_versions, recorded_environment
 
 
 def test_system_is_this_machine(device: Any) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlcore.bench import telemetry as module
 from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measurement import telemetry as module
+from rlcore.bench.measurement.measure import Sampling, run_case
+from rlcore.bench.measurement.telemetry import Monitor, joined, marks
 from rlcore.bench.record import Readings, Telemetry
-from rlcore.bench.telemetry import Monitor, joined, marks
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
 

@@ -26,7 +26,7 @@ from rlcore.chaos.engines import Engines
 from rlcore.chaos.faults import FAULTS, PAIRS, judge
 from rlcore.chaos.model import policy
 from rlcore.chaos.plan import INCIDENTS_OF_A_ROUND, Plan, plan_of
-from rlcore.chaos.program import Told
+from rlcore.chaos.program import IncidentReport
 from rlcore.chaos.steps import STEPS
 from rlcore.chaos.strike import Strike
 from rlcore.cli import main as cli
@@ -238,6 +238,6 @@ def test_rounds_over_an_honest_channel_are_whole() -> None:
 
 
 def test_messages_of_the_program_are_plain_data() -> None:
-    told = Told(kind="end", violation="x", makers=[1])
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Told) == told
+    told = IncidentReport(kind="end", violation="x", makers=[1])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=IncidentReport) == told
     assert Engines(plan(0).layout, Path("/nowhere")).built == []

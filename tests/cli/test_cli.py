@@ -26,10 +26,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import rlcore
-from rlcore.bench.isolated import Isolated
-from rlcore.bench.measure import run_case
+from rlcore.bench.measurement.isolated import Isolated
+from rlcore.bench.measurement.measure import run_case
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import Calibration, read
-from rlcore.bench.system import new_record
 from rlcore.cli import main as cli
 from rlcore.cli.console import print_json
 from rlcore.errors import RlcoreError

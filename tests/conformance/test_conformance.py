@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.bench.system import source_commit
+from rlcore.bench.measurement.system import source_commit
 from tests.conformance import faulty_devices
 from tests.conformance.faulty_devices import Fault
 

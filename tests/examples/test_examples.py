@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
-from rlcore.bench.measure import Sampling, run_case
+from rlcore.bench.measurement.measure import Sampling, run_case
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.run import BenchRun
-from rlcore.bench.system import new_record
 from rlcore.cli import main as cli
 from rlcore.registry import get_device
 from tests.model_rounding import logprob_rounding

@@ -142,10 +142,10 @@ def _prepare(shape: ModelShape, names: Sequence[str], changes: Mapping[str, Any]
 
 
 def _case(name: str, shape: ModelShape, names: Sequence[str], estimate_s: float, **changes: Any) -> Case:
-    told = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, all with vLLM"
+    description = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, all with vLLM"
     return Case(
         f"race/{name}",
-        told,
+        description,
         functools.partial(_prepare, shape, names, changes),
         effort="full",
         estimate_s=estimate_s,

@@ -117,9 +117,9 @@ def _max_length(load: RaceLoad) -> int:
 # ------------------------------------------------------------------------------------------------------- rlcore
 
 
-def rlcore_side(told: str, result: str) -> None:
+def rlcore_side(load_json: str, result: str) -> None:
     """Make the steps with rlcore's engines: compiled blocks, bfloat16 computation, float32 weights and Adam."""
-    load = RaceLoad(**json.loads(told))
+    load = RaceLoad(**json.loads(load_json))
     device = get_device(load.device)
     watch, tokenizer = Stopwatch(device), _tokenizer(load)
     train, infer = TrainEngine(_learner(load)), InferenceEngine(load.folder, executor="vllm")
@@ -191,24 +191,28 @@ def _learner(load: RaceLoad) -> HuggingFaceTrainModule:
 # ---------------------------------------------------------------------------------------------------------- TRL
 
 
-def trl_side(told: str, result: str) -> None:
+def trl_side(load_json: str, result: str) -> None:
     """Make the steps with TRL: colocated vLLM that sleeps, Liger's layers, bfloat16 autocast, fused AdamW."""
-    _run_trl(told, result, lambda trainer: trainer)
+    _run_trl(load_json, result, lambda trainer: trainer)
 
 
-def adopted_side(told: str, result: str) -> None:
+def adopted_side(load_json: str, result: str) -> None:
     """Make the steps with the same trainer of TRL after ``accelerate_trl``."""
     # By its path, as in a registration: no module of bench/ imports what lies above it.
     accelerate_trl = resolve("rlcore.integrations.trl:accelerate_trl")
-    _run_trl(told, result, functools.partial(accelerate_trl, offload_optimizer=RaceLoad(**json.loads(told)).offloads))
+    _run_trl(
+        load_json,
+        result,
+        functools.partial(accelerate_trl, offload_optimizer=RaceLoad(**json.loads(load_json)).offloads),
+    )
 
 
-def _run_trl(told: str, result: str, adopt: Callable[[Any], Any]) -> None:
+def _run_trl(load_json: str, result: str, adopt: Callable[[Any], Any]) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    load = RaceLoad(**json.loads(told))
+    load = RaceLoad(**json.loads(load_json))
     device = get_device(load.device)
     is_host = device.spec.is_host
     watch, tokenizer = Stopwatch(device), _tokenizer(load)
@@ -265,8 +269,8 @@ def _run_trl(told: str, result: str, adopt: Callable[[Any], Any]) -> None:
     _time(trainer.vllm_generation, "generate", watch, "generate")
     _time(trainer, "_get_per_token_logps_and_entropies", watch, "old_logprob", when=lambda: not torch.is_grad_enabled())
     trainer.train()
-    told_differences = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history[:-1]]
-    watch.write(Path(result), told_differences[-1])
+    differences = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history[:-1]]
+    watch.write(Path(result), differences[-1])
 
 
 def _utilization(load: RaceLoad, device: Device) -> float:

@@ -180,7 +180,7 @@ class Ways:
         return self._pair.layout.tensor_parallel * self._pair.layout.replicas
 
     def again(self) -> Done:
-        """Nothing else was moved since the last sync, which had new weights too, or it would have opened nothing."""
+        """Sync twice in a row, each time with new weights: the second sync finds all memory opened by the first."""
         self._pair.step()
         self._pair.train.sync_weights(self._pair.infer)
         return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer))
@@ -193,7 +193,7 @@ class Ways:
         return self._timed(lambda: self._pair.train.sync_weights(self._pair.infer), is_new=False)
 
     def per_tensor(self) -> Done:
-        """As in RLite."""
+        """Send each tensor by itself, as RLite does."""
         take = functools.partial(self._pair.ask, "take")
         return self._timed(lambda: send_one_by_one(self._pair.device, self.named(), take))
 

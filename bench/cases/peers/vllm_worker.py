@@ -39,7 +39,7 @@ class MeasuredVllmWorker(VllmExecutor):
     """
 
     def give_host_memory_back(self) -> None:
-        """All that nothing is in."""
+        """Free the blocks of host memory that hold nothing."""
         arena_of(self.device).trim()
 
     def ready_host_bytes(self) -> int:
@@ -47,24 +47,24 @@ class MeasuredVllmWorker(VllmExecutor):
         return int(arena_of(self.device).free_bytes)
 
     def bare(self, tag: str) -> list[tuple[float, int]]:
-        """Return the seconds that the memory of a released tag alone takes to come back, and in how many pieces.
+        """Return, for each rank of vLLM, the seconds to map the memory of a released tag again, and its pieces.
 
-        It is gone again afterwards. By vLLM's ranks.
+        The memory is released again afterwards.
         """
         return self._on_vllms_workers(_bare, tag)
 
     def sums(self) -> list[dict[str, int]]:
-        """Return the checksums of each parameter, by vLLM's ranks."""
+        """Return, for each rank of vLLM, the checksums of its parameters."""
         return self._on_vllms_workers(_sums)
 
     def take(self, name: str, handle: bytes) -> None:
-        """One tensor, as frameworks give it."""
+        """Load one tensor, as frameworks send it."""
         with self.device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
             self._on_vllms_workers(_load, name, mapping.tensor)
             self.device.synchronize()
 
     def transfer(self, method: str, argument: Any = None) -> None:
-        """A call of vLLM's own back end ``ipc``, on its worker's side."""
+        """Call vLLM's own back end ``ipc`` on its worker's side."""
         self._on_vllms_workers(_transfer, method, argument)
 
     def _on_vllms_workers(self, run: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -101,8 +101,8 @@ def test_tokens_say_their_version(infer: Any, train: Any, weights: Any, prompts:
             assert spans, "a completion without version_spans"
             assert spans[0].start == 0 and spans[-1].end == len(completion.token_ids)
             assert all(before.end == after.start for before, after in itertools.pairwise(spans))
-            told = [span.version for span in spans]
-            assert told in ([7], [8], [7, 8]), f"versions {told} of weights 7, and then 8"
+            versions = [span.version for span in spans]
+            assert versions in ([7], [8], [7, 8]), f"versions {versions} of weights 7, and then 8"
     assert_spans(found.values(), {7: weights.truth(1), 8: weights.truth(2)})
 
 

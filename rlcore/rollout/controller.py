@@ -1,0 +1,673 @@
+"""``RolloutController``: episodes run beside the training, and finished ones are given to the trainer in batches.
+
+Three kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run; and
+one for each inference engine (``engine_driver.py``). One lock protects what they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor
+
+from rlcore.arguments import AT_LEAST_0, COUNT, LIST, Kind, optional, takes
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import ParamsLike, Prompt
+from rlcore.errors import (
+    InvalidInputError,
+    RlcoreError,
+    RolloutError,
+    RolloutTimeoutError,
+    StateError,
+    one_line,
+)
+from rlcore.rollout.client import RolloutClient
+from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.fleet import Fleet
+from rlcore.rollout.item_source import ItemSource
+from rlcore.rollout.staleness import StalenessBound
+from rlcore.rollout.stats import RolloutStats
+from rlcore.rollout.timeline import Timeline
+from rlcore.rollout.trajectory import Trajectory, collate_trajectories
+from rlcore.rollout.workflow import Workflow, as_trajectories
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+_CLOSE_S = 10.0
+_LOOK_S = 0.5
+"""How often somebody who waits looks for what nobody tells."""
+TRAINER = "trainer"
+"""The trainer's lane of the timeline."""
+_WORKFLOW = Kind("a Workflow, with `async def run_episode(client, data)`", lambda one: hasattr(one, "run_episode"))
+_SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A finished episode."""
+
+    number: int
+    """The one that ``submit`` gave."""
+    data: Any
+    trajectories: list[Trajectory]
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version of a token that was sampled for it; None if there is none."""
+        found = [one.oldest_version for one in self.trajectories]
+        return min((version for version in found if version is not None), default=None)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(one.num_sampled for one in self.trajectories)
+
+
+class RolloutController:
+    """Runs a workflow on items of data, on one inference engine or several.
+
+    Args:
+        infer: an ``InferenceEngine`` with its weights and cache on its device, or a list of them: each is a replica
+            that fails alone. The controller owns them until ``close``.
+        workflow: what an episode does.
+        batch_size: episodes that the trainer takes for each version of the weights.
+        max_staleness: the most versions that the oldest token of an episode may lag behind when it is trained on. 0 is
+            synchronous.
+        max_concurrent: the most episodes that run together; None leaves that to ``max_staleness``.
+        accept: ``accept(trajectories) -> bool``; False rejects an episode, such as a group of equal rewards.
+        sampling_params: defaults for the client.
+        tokenizer: for ``client.chat``; None is that of the first engine's model folder.
+        chat_template: a Jinja template; None is the tokenizer's own.
+        template_options: passed to the template.
+        episode_timeout_s: an episode that takes longer is dropped, and counted.
+        max_failures_in_row: after so many episodes have failed in a row, ``wait`` raises.
+        unhealthy_after_s: an engine in another process that does not answer for so long is taken out.
+    """
+
+    @takes(
+        "RolloutController",
+        workflow=_WORKFLOW,
+        accept=optional(Kind("a function", callable)),
+        episode_timeout_s=_SECONDS,
+        max_failures_in_row=COUNT,
+        unhealthy_after_s=_SECONDS,
+    )
+    def __init__(
+        self,
+        infer: Any,
+        workflow: Workflow,
+        *,
+        batch_size: int,
+        max_staleness: int = 1,
+        max_concurrent: int | None = None,
+        accept: Callable[[list[Trajectory]], bool] | None = None,
+        sampling_params: ParamsLike = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        episode_timeout_s: float = 3600.0,
+        max_failures_in_row: int = 32,
+        unhealthy_after_s: float = 60.0,
+    ) -> None:
+        engines = _engines(infer)
+        self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
+        self._bound.set_version(max(engine.version for engine in engines))
+        self._workflow, self._accept = workflow, accept
+        self._defaults = SamplingParams.of(sampling_params)
+        self._chat = tokenizer, chat_template, template_options
+        self._episode_timeout_s, self._max_failures_in_row = episode_timeout_s, max_failures_in_row
+        self._changed = threading.Condition(threading.RLock())
+        self._queue: deque[tuple[int, Any]] = deque()
+        self._data: dict[int, Any] = {}
+        """The item of each episode that runs."""
+        self._ready: dict[int, Episode] = {}
+        self._direct: dict[int, Future[Episode | None]] = {}
+        """Episodes of ``rollout_batch`` and ``evaluate``, which the bound does not count."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._next_number = 0
+        self._is_paused = self._is_closed = False
+        self._counts: Counter[str] = Counter()
+        self._staleness: Counter[int] = Counter()
+        self._failures_in_row = 0
+        self._last_failure: BaseException | None = None
+        self._source = ItemSource()
+        self.timeline = Timeline()
+        """When each sampler generated, and when the trainer trained, waited and synced."""
+        self._begin_s = time.monotonic()
+        self._fleet = Fleet(engines, self.timeline, unhealthy_after_s=unhealthy_after_s, on_change=self._wake)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------- asynchronous
+
+    def submit(self, data: Any) -> int:
+        """Queue an item for an episode, which begins when the staleness bound allows; return its number."""
+        with self._changed:
+            self._check_open("submit()")
+            number = self._new_number()
+            self._queue.append((number, data))
+        self._start_due()
+        return number
+
+    @takes("wait()", count=optional(COUNT), timeout_s=optional(AT_LEAST_0))
+    def wait(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
+        """Wait until ``count`` episodes can be given to the trainer, and return them, oldest version first.
+
+        Each is given once. None of them is too stale for the version of now. Ctrl-C, and any error, takes none.
+
+        Args:
+            count: None means ``batch_size``.
+
+        Raises:
+            RolloutTimeoutError: they were not there in time; nothing is lost, call it again.
+            StateError: without ``timeout_s``, so many would never come; says what is missing.
+            RolloutError: no engine is left, or ``max_failures_in_row`` episodes failed.
+        """
+        wanted = self._bound.batch_size if count is None else count
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.timeline.begin(TRAINER, "wait")
+        try:
+            with self._changed:
+                while not (chosen := self._bound.choose(wanted)):
+                    self._check_progress(wanted, has_deadline=deadline is not None)
+                    left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+                    if left_s <= 0:
+                        raise RolloutTimeoutError(
+                            f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
+                            f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"
+                        )
+                    self._changed.wait(left_s)
+                return self._given(chosen)
+        finally:
+            self.timeline.begin(TRAINER, "train")
+
+    async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
+        """As ``wait``, for a program with an event loop of its own."""
+        return await asyncio.to_thread(self.wait, count, timeout_s)
+
+    def prepare_batch(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> dict[str, Tensor]:
+        """Return a batch of ``batch_size`` episodes; items of ``dataloader`` are submitted as needed, over and over.
+
+        Args:
+            dataloader: gives items, or lists of them. The same object each time.
+            timeout_s: as ``wait``.
+
+        Returns:
+            See ``collate_trajectories``.
+        """
+        self._source.use(dataloader)
+        with self._changed:
+            self._check_open("prepare_batch()")
+            self._fill()
+        self._start_due()
+        return collate_trajectories([one.trajectories for one in self.wait(timeout_s=timeout_s)])
+
+    # -------------------------------------------------------------------------------------- synchronous
+
+    @takes("rollout_batch()", items=LIST, timeout_s=optional(AT_LEAST_0))
+    def rollout_batch(self, items: Sequence[Any], timeout_s: float | None = None) -> dict[str, Tensor]:
+        """Run an episode for each item now, wait for all, and return their batch, in the order of the items.
+
+        The staleness bound does not count them. Rejected and failed episodes are left out.
+
+        Raises:
+            RolloutTimeoutError: they did not end in time, and are cancelled.
+            RolloutError: none of them has ended well, or no engine is left.
+        """
+        self.timeline.begin(TRAINER, "wait")
+        try:
+            episodes = self._run_now(items, timeout_s)
+        finally:
+            self.timeline.begin(TRAINER, "train")
+        with self._changed:
+            self._note_given(episodes)
+        return collate_trajectories([one.trajectories for one in episodes])
+
+    @takes("evaluate()", items=LIST, workflow=optional(_WORKFLOW), timeout_s=optional(AT_LEAST_0))
+    def evaluate(
+        self, items: Sequence[Any], workflow: Workflow | None = None, timeout_s: float | None = None
+    ) -> list[Episode]:
+        """Run an episode for each item now, on which nothing is trained; return those that ended well, in order.
+
+        Args:
+            workflow: None takes the controller's.
+        """
+        return self._run_now(items, timeout_s, workflow)
+
+    # --------------------------------------------------------------------------------- pause and weights
+
+    def pause(self) -> None:
+        """Begin no more episodes; those that run go on."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Begin episodes again."""
+        self._is_paused = False
+        self._start_due()
+
+    @contextlib.contextmanager
+    def generation_paused(self) -> Iterator[list[Any]]:
+        """Inside, no engine makes tokens, and the healthy engines, which it yields, are yours.
+
+        Sequences that are under way stay as they are, and go on afterwards. After a weight sync of your own call
+        ``set_version`` inside.
+        """
+        with self._fleet.paused() as engines:
+            yield engines
+
+    def update_weights(self, train: Any, *, version: int | None = None, **options: Any) -> Any:
+        """Send the trainer's weights to all engines. Sequences that are under way go on with the new weights.
+
+        Engines that were taken out are restarted and come back.
+
+        Args:
+            train: a ``TrainEngine``.
+            version: of the weights; None is the version of now + 1. At the first sync and after ``load_state_dict``
+                give ``version=controller.version``.
+            options: of ``TrainEngine.sync_weights``.
+
+        Returns:
+            What ``train.sync_weights`` does.
+        """
+        wanted = self._bound.version + 1 if version is None else version
+        if type(wanted) is not int or wanted < self._bound.version:
+            raise InvalidInputError(
+                f"update_weights() takes a version of at least {self._bound.version}, the version of now, "
+                f"got {wanted!r}"
+            )
+        self.timeline.begin(TRAINER, "sync")
+
+        def sync(engines: list[Any]) -> Any:
+            report = train.sync_weights(engines, version=wanted, **options)
+            self.set_version(wanted)
+            return report
+
+        try:
+            return self._fleet.update(sync)
+        finally:
+            self.timeline.begin(TRAINER, "train")
+            self._start_due()
+
+    def set_version(self, version: int) -> None:
+        """Tell the controller that the engines serve this version. ``update_weights`` does so itself.
+
+        Episodes that would be too stale from now on begin anew, and their tokens count as discarded.
+
+        Raises:
+            InvalidInputError: it is lower than the version of now, or not what the engines serve.
+        """
+        served = {engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)}
+        if served - {version}:
+            raise InvalidInputError(
+                f"set_version({version!r}) must be the version that the engines serve, {sorted(served)}: give "
+                "sync_weights(version=...) the same"
+            )
+        with self._changed:
+            for number in sorted(self._bound.set_version(version), reverse=True):
+                self._begin_anew(number)
+        self._start_due()
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the engines serve."""
+        return self._bound.version
+
+    # ----------------------------------------------------------------------------------- state and stats
+
+    @property
+    def stats(self) -> RolloutStats:
+        """The counts since the beginning; ``load_state_dict`` continues them."""
+        with self._changed:
+            return RolloutStats.of(
+                self._counts,
+                self._staleness,
+                self.timeline,
+                lanes=[self._fleet.lane(index) for index in range(len(self._fleet.engines))],
+                trainer=TRAINER,
+                total_s=time.monotonic() - self._begin_s,
+                engine_failures=self._fleet.num_failures,
+                requests_moved=self._fleet.num_moved,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data, for ``train.save(folder, {"rollout": controller.state_dict()})``.
+
+        It has the episodes that have ended and were not given, the items of those that are queued or run, which begin
+        anew after ``load_state_dict``, and the place in the dataloader. Saved with the trainer's checkpoint, each item
+        is trained on once, whichever side is killed when. Items must be plain data for that.
+        """
+        with self._changed:
+            begun = sorted(self._data.items())
+            return {
+                "format": _FORMAT,
+                "version": self.version,
+                "next_number": self._next_number,
+                "queued": [[number, data] for number, data in [*begun, *self._queue] if number not in self._direct],
+                "ready": [
+                    [one.number, one.data, [trajectory.plain() for trajectory in one.trajectories]]
+                    for _, one in sorted(self._ready.items())
+                ],
+                "counts": dict(self._counts),
+                "staleness": [list(item) for item in sorted(self._staleness.items())],
+                "source": self._source.state_dict(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Then call ``update_weights(train, version=controller.version)``.
+
+        Until the engines serve that version no episode begins.
+
+        Raises:
+            StateError: episodes have been submitted already.
+            InvalidInputError: it is no such state.
+        """
+        with self._changed:
+            self._check_open("load_state_dict()")
+            if self._next_number:
+                raise StateError("load_state_dict() comes before the first episode; make a new controller")
+            if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+                raise InvalidInputError(f"load_state_dict() takes what state_dict() returned, got {state!r:.200}")
+            self._bound.set_version(state["version"])
+            self._next_number = state["next_number"]
+            self._counts, self._staleness = Counter(state["counts"]), Counter(dict(state["staleness"]))
+            for number, data, trajectories in state["ready"]:
+                episode = Episode(number, data, [Trajectory.from_plain(one) for one in trajectories])
+                self._ready[number] = episode
+                oldest = episode.oldest_version
+                self._bound.ready[number] = self.version if oldest is None else oldest
+            self._queue.extend((number, data) for number, data in state["queued"])
+            self._source.load_state_dict(state["source"])
+
+    def close(self) -> None:
+        """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(_CLOSE_S)
+        self._fleet.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        self.timeline.end(TRAINER)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------ in the user's threads
+
+    def _check_open(self, purpose: str) -> None:
+        if self._is_closed:
+            raise StateError(f"{purpose} is refused: the RolloutController is closed; make another")
+
+    def _new_number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
+    def _fill(self) -> None:
+        """Queue as many items as may begin now, and as many as may begin with the next version."""
+        while len(self._queue) < self._bound.room + self._bound.batch_size:
+            for data in self._source.take():
+                self._queue.append((self._new_number(), data))
+
+    def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
+        """Raise when what ``wait`` waits for cannot come."""
+        self._check_open("wait()")
+        self._refuse_other_version("wait()")
+        if self._failures_in_row >= self._max_failures_in_row:
+            last = self._last_failure_in_words()
+            raise RolloutError(
+                f"{self._failures_in_row} episodes have failed in a row, the last one with {last}"
+            ) from self._last_failure
+        if error := self._fleet.why_none():
+            raise error
+        if self._source.is_used:
+            self._fill()  # episodes were rejected
+            self._start_due()
+        begin = 0 if self._is_paused else min(len(self._queue), self._bound.room)
+        coming = len(self._bound.ready) + len(self._bound.running) + begin
+        if coming < wanted and not has_deadline:
+            raise StateError(f"wait({wanted}) would wait for ever: {self._why_short(coming)}")
+
+    def _why_short(self, coming: int) -> str:
+        if self._is_paused:
+            return f"{coming} episodes have ended or run, and the controller is paused; call resume()"
+        if len(self._queue) > self._bound.room:
+            return (
+                f"{coming} episodes have ended or may run with version {self.version}, and the staleness bound of "
+                f"{self._bound.max_staleness} lets no more begin; call update_weights(), or make batch_size "
+                f"({self._bound.batch_size}) the number of episodes that each version is trained on"
+            )
+        return f"only {coming} episodes were submitted and not given yet; submit() more"
+
+    def _given(self, chosen: list[int]) -> list[Episode]:
+        self._bound.give(chosen)
+        episodes = [self._ready.pop(number) for number in chosen]
+        self._note_given(episodes)
+        self._start_due()
+        return episodes
+
+    def _note_given(self, episodes: Sequence[Episode]) -> None:
+        for one in episodes:
+            self._counts["given"] += 1
+            if (oldest := one.oldest_version) is not None:
+                self._staleness[self.version - oldest] += 1
+
+    def _run_now(
+        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow | None = None
+    ) -> list[Episode]:
+        with self._changed:
+            self._check_open("rollout_batch()")
+            self._refuse_other_version("rollout_batch()")
+            if self._is_paused:
+                raise StateError("rollout_batch() is refused while the controller is paused; call resume()")
+            if not items:
+                raise InvalidInputError("rollout_batch() needs at least one item, got none")
+            numbers = [self._new_number() for _ in items]
+            futures: list[Future[Episode | None]] = [Future() for _ in items]
+            self._direct |= zip(numbers, futures, strict=True)
+        for number, data in zip(numbers, items, strict=True):
+            self._loop.call_soon_threadsafe(self._start, number, data, workflow or self._workflow)
+        try:
+            self._await_all(futures, timeout_s)
+        except BaseException:  # Ctrl-C too
+            self._loop.call_soon_threadsafe(self._cancel, numbers)
+            raise
+        finally:
+            with self._changed:
+                for number in numbers:
+                    self._direct.pop(number, None)
+        episodes = [episode for future in futures if (episode := future.result()) is not None]
+        if not episodes:
+            raise RolloutError(
+                f"none of {len(items)} episodes ended well: {self._last_failure_in_words()}"
+            ) from self._last_failure
+        return episodes
+
+    def _await_all(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not all(future.done() for future in futures):
+                if error := self._fleet.why_none():
+                    raise error
+                left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+                if left_s <= 0:
+                    num_ended = sum(future.done() for future in futures)
+                    raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
+                self._changed.wait(left_s)
+
+    def _last_failure_in_words(self) -> str:
+        return "they were rejected" if self._last_failure is None else one_line(self._last_failure)
+
+    def _refuse_other_version(self, purpose: str) -> None:
+        served = {engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)}
+        if served - {self.version}:
+            raise StateError(
+                f"{purpose} is refused: the engines serve version {min(served)} and the controller is at "
+                f"{self.version}; call update_weights(train, version=controller.version)"
+            )
+
+    def _is_healthy(self, index: int) -> bool:
+        return index not in self._fleet.failures
+
+    def _begin_anew(self, number: int) -> None:
+        """Put an episode that became too stale at the head of the queue again."""
+        if (ready := self._ready.pop(number, None)) is not None:
+            self._counts["tokens_discarded"] += ready.num_sampled
+            data = ready.data
+        else:
+            data = self._data.pop(number)
+            self._loop.call_soon_threadsafe(self._cancel, [number])
+        self._counts["too_stale"] += 1
+        self._queue.appendleft((number, data))
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _start_due(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._start_queued)
+
+    # --------------------------------------------------------------------------------- in the loop's thread
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        watch = self._loop.create_task(self._watch())
+        try:
+            self._loop.run_forever()
+        finally:
+            watch.cancel()
+            self._loop.run_until_complete(asyncio.gather(watch, return_exceptions=True))
+            self._loop.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._fleet.check()
+
+    def _start_queued(self) -> None:
+        with self._changed:
+            if self._is_paused or self._is_closed or self._bound.version != self._served_version():
+                return
+            while self._queue and self._bound.capacity and self._failures_in_row < self._max_failures_in_row:
+                number, data = self._queue.popleft()
+                self._bound.begin(number)
+                self._data[number] = data
+                self._start(number, data, self._workflow)
+
+    def _served_version(self) -> int:
+        versions = [engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)]
+        return min(versions, default=self._bound.version)
+
+    def _start(self, number: int, data: Any, workflow: Workflow) -> None:
+        self._counts["begun"] += 1
+        self._tasks[number] = task = self._loop.create_task(self._run_episode(number, data, workflow))
+        task.add_done_callback(lambda _: self._tasks.pop(number, None) if self._tasks.get(number) is task else None)
+
+    def _cancel(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if task := self._tasks.pop(number, None):
+                task.cancel()
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_episode(self, number: int, data: Any, workflow: Workflow) -> None:
+        client = RolloutClient(self._ask, reader=self._reader, defaults=self._defaults)
+        trajectories: list[Trajectory] = []
+        outcome = "rejected"
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(self._episode_timeout_s):
+                trajectories = as_trajectories(await workflow.run_episode(client, data))
+            if trajectories and (self._accept is None or self._accept(trajectories)):
+                outcome = "ended"
+        except asyncio.CancelledError:
+            self._counts["tokens_sampled"] += client.num_sampled
+            self._counts["tokens_discarded"] += client.num_sampled
+            raise
+        except TimeoutError as late:
+            outcome, error = "timed_out", late
+        except Exception as failed:
+            outcome, error = "failed", failed
+        self._note_end(Episode(number, data, trajectories), outcome, error, client.num_sampled)
+
+    def _note_end(self, episode: Episode, outcome: str, error: Exception | None, num_sampled: int) -> None:
+        """Count how an episode ended, and keep it if it ended well."""
+        if error is not None:
+            _log.warning("episode %d %s: %s; item %.200r", episode.number, outcome, one_line(error), episode.data)
+        number, is_good = episode.number, outcome == "ended"
+        with self._changed:
+            self._counts["tokens_sampled"] += num_sampled
+            self._counts[outcome] += 1
+            self._last_failure = error or self._last_failure
+            self._failures_in_row = self._failures_in_row + 1 if error is not None else 0
+            if number in self._direct:
+                self._direct[number].set_result(episode if is_good else None)
+            elif number in self._bound.running:
+                self._data.pop(number)
+                if is_good and self._bound.end(number, episode.oldest_version):
+                    self._ready[number] = episode
+                elif is_good:
+                    self._counts["too_stale"] += 1
+                    self._queue.appendleft((number, episode.data))
+                else:
+                    self._bound.drop(number)
+            if not is_good or (number not in self._ready and number not in self._direct):
+                self._counts["tokens_discarded"] += num_sampled
+            self._changed.notify_all()
+        self._start_queued()
+
+    async def _ask(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        answer: asyncio.Future[RequestOutput] = self._loop.create_future()
+
+        def set_answer(found: RequestOutput | RlcoreError) -> None:
+            if not answer.done():
+                answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
+
+        def deliver(found: RequestOutput | RlcoreError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(set_answer, found)
+
+        request = self._fleet.submit(prompt, params, deliver)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._fleet.cancel(request)
+            raise
+
+    def _reader(self) -> ConversationReader:
+        tokenizer, template, options = self._chat
+        if tokenizer is None:
+            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))  # type: ignore[attr-defined]
+            self._chat = tokenizer, template, options
+        return ConversationReader(tokenizer, chat_template=template, options=options)
+
+
+def _engines(infer: Any) -> list[Any]:
+    engines = list(infer) if isinstance(infer, list | tuple) else [infer]
+    lacking = [one for one in engines if not all(hasattr(one, name) for name in ("submit", "collect", "version"))]
+    if not engines or lacking or len({id(one) for one in engines}) < len(engines):
+        raise InvalidInputError(
+            f"RolloutController takes an InferenceEngine or several different ones, got {infer!r:.200}"
+        )
+    return engines

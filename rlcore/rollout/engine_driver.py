@@ -1,0 +1,244 @@
+"""``EngineDriver``: the thread that owns one inference engine, which has no lock of its own.
+
+It submits what the event loop asks for, collects what has ended, and stands still while somebody else needs the engine
+for a weight update. Requests that are under way then stay, and go on with the next weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import Prompt
+from rlcore.engines.sampling.request_queue import PauseMode
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
+from rlcore.rollout.timeline import Timeline
+
+_COLLECT_S = 0.02
+"""How long one call of ``collect`` waits: as long may a weight update have to wait for the driver."""
+_MANY = 1 << 30
+
+
+class SamplingEngine(Protocol):
+    """The part of an ``InferenceEngine`` that a driver calls."""
+
+    @property
+    def version(self) -> int: ...
+
+    def submit(self, prompts: Sequence[Prompt], sampling_params: Sequence[Any], *, max_in_flight: int) -> list[int]: ...
+
+    def collect(self, timeout_s: float | None = None) -> Mapping[int, RequestOutput]: ...
+
+    def abort(self, numbers: Sequence[int] | None = None) -> int: ...
+
+    def pause(self, mode: PauseMode = "abort") -> None: ...
+
+    def resume(self) -> None: ...
+
+    def restart(self) -> Any: ...
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt that waits for its completions."""
+
+    prompt: Prompt
+    params: SamplingParams
+    deliver: Callable[[RequestOutput | RlcoreError], None]
+    is_cancelled: bool = False
+    tokens: int = field(init=False)
+    """The most that it may cost."""
+
+    def __post_init__(self) -> None:
+        length = len(self.prompt) // 4 if isinstance(self.prompt, str) else len(self.prompt)
+        self.tokens = length + self.params.n * self.params.max_tokens
+
+
+class EngineDriver:
+    """Runs one engine in a thread of its own.
+
+    Args:
+        name: of the engine in the timeline and in messages.
+        on_failure: called, once, in the driver's thread, with the error that ended it and the requests that it had.
+    """
+
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        name: str,
+        timeline: Timeline,
+        on_failure: Callable[[EngineDriver, RlcoreError, list[Request]], None],
+    ) -> None:
+        self.engine, self.name = engine, name
+        self._timeline, self._on_failure = timeline, on_failure
+        self._changed = threading.Condition()
+        self._new: list[Request] = []
+        self._under_way: dict[int, Request] = {}
+        self._num_pauses = 0
+        self._is_ended = False
+        self._call_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name=f"rlcore-{name}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------ called from any thread
+
+    def submit(self, request: Request) -> None:
+        with self._changed:
+            if not self._is_ended:
+                self._new.append(request)
+                self._changed.notify_all()
+                return
+        self._on_failure(self, StateError(f"{self.name} has ended"), [request])
+
+    def cancel(self, request: Request) -> None:
+        """Have the engine abort the request, when the driver comes to it; nothing is delivered."""
+        with self._changed:
+            request.is_cancelled = True
+            self._changed.notify_all()
+
+    @property
+    def tokens_under_way(self) -> int:
+        with self._changed:
+            return sum(request.tokens for request in (*self._new, *self._under_way.values()))
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_ended
+
+    def stuck_s(self) -> float:
+        """Return for how long the engine has not answered; 0 for one whose worker is this process."""
+        began = self._call_began
+        return 0.0 if began is None or _is_inline(self.engine) else time.monotonic() - began
+
+    @contextlib.contextmanager
+    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
+        """Inside, the engine is the caller's, and makes no tokens."""
+        with self._changed:
+            self._num_pauses += 1
+            self._changed.wait_for(lambda: self._call_began is None or self._is_ended)
+        is_first = self._num_pauses == 1 and not self._is_ended
+        try:
+            if is_first:
+                self._timeline.end(self.name)
+                self.engine.pause(mode)
+            yield
+        finally:
+            if is_first and not self._is_ended and getattr(self.engine, "sync_state", None) != "poisoned":
+                self.engine.resume()
+            with self._changed:
+                self._num_pauses -= 1
+                self._changed.notify_all()
+
+    def end(self, error: RlcoreError) -> None:
+        """Take the engine out: its requests go to ``on_failure``, and what it still answers is dropped."""
+        with self._changed:
+            if self._is_ended:
+                return
+            self._is_ended = True
+            lost = [request for request in (*self._under_way.values(), *self._new) if not request.is_cancelled]
+            self._under_way, self._new = {}, []
+            self._changed.notify_all()
+        self._timeline.end(self.name)
+        self._on_failure(self, error, lost)
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread and abort what the engine has under way."""
+        with self._changed:
+            is_ended, self._is_ended = self._is_ended, True
+            self._new = []
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        self._timeline.end(self.name)
+        if not is_ended and not self._thread.is_alive():
+            with contextlib.suppress(RlcoreError):  # its workers may have ended
+                self.engine.abort(list(self._under_way))
+        self._under_way = {}
+
+    # --------------------------------------------------------------------------------- the driver's thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                new, cancelled = self._taken()
+                self._step(new, cancelled)
+                self._call_ended()
+        except RlcoreError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(StateError(f"{self.name} failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: RlcoreError) -> None:
+        self._call_ended()
+        self.end(error)
+
+    def _wait_for_work(self) -> bool:
+        """Wait until there is something to do; return False at the end."""
+        with self._changed:
+            while not self._is_ended:
+                if not self._num_pauses and (self._new or self._under_way):
+                    self._call_began = time.monotonic()
+                    self._timeline.begin(self.name, "generate")
+                    return True
+                if not self._num_pauses:
+                    self._timeline.end(self.name)
+                self._changed.wait()
+        return False
+
+    def _call_ended(self) -> None:
+        with self._changed:
+            self._call_began = None
+            self._changed.notify_all()
+
+    def _taken(self) -> tuple[list[Request], list[int]]:
+        with self._changed:
+            new, self._new = [one for one in self._new if not one.is_cancelled], []
+            cancelled = [number for number, one in self._under_way.items() if one.is_cancelled]
+            for number in cancelled:
+                del self._under_way[number]
+        return new, cancelled
+
+    def _step(self, new: list[Request], cancelled: list[int]) -> None:
+        if cancelled:
+            self.engine.abort(cancelled)
+        self._send(new)
+        if not self._under_way:
+            return
+        for number, output in self.engine.collect(timeout_s=_COLLECT_S).items():
+            with self._changed:
+                request = self._under_way.pop(number, None)
+            if request is not None and not request.is_cancelled:
+                request.deliver(output)
+
+    def _send(self, new: list[Request]) -> None:
+        """Submit requests together; where the engine refuses one, submit each alone, so that only that one fails."""
+        if not new:
+            return
+        try:
+            numbers = self.engine.submit([one.prompt for one in new], [one.params for one in new], max_in_flight=_MANY)
+        except InvalidInputError as error:
+            if len(new) == 1:
+                new[0].deliver(error)
+            else:
+                for one in new:
+                    self._send([one])
+            return
+        except BaseException:
+            with self._changed:
+                self._new = new + self._new  # for on_failure, which sends them elsewhere
+            raise
+        with self._changed:
+            if self._is_ended:
+                return  # they went to on_failure, or nobody waits
+            self._under_way |= dict(zip(numbers, new, strict=True))
+
+
+def _is_inline(engine: Any) -> bool:
+    groups = getattr(engine, "executors", [])
+    return any(worker.process_id == os.getpid() for group in groups for worker in group.workers)

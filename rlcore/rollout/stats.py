@@ -1,0 +1,80 @@
+"""``RolloutStats``: what became of the episodes and of the sampled tokens, and who waited for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlcore.rollout.timeline import Timeline
+
+_MEASURED = {"staleness", "sampler_idle", "trainer_idle", "sync", "engine_failures", "requests_moved"}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Counts since the beginning. ``str()`` of it is a report of a few lines."""
+
+    begun: int
+    """Episodes that have begun; one that begins anew counts again."""
+    ended: int
+    """Episodes that ended well."""
+    given: int
+    """Episodes that the trainer was given, each once."""
+    rejected: int
+    """The workflow returned None, or ``accept`` said no."""
+    failed: int
+    """The workflow raised."""
+    timed_out: int
+    """They took longer than ``episode_timeout_s``."""
+    too_stale: int
+    """They became too stale, and began anew."""
+    tokens_sampled: int
+    tokens_discarded: int
+    """Sampled for episodes that were not kept."""
+    staleness: Mapping[int, int]
+    """Versions that the oldest token lagged behind when its episode was given -> number of episodes."""
+    sampler_idle: Sequence[float]
+    """For each engine the share of the time in which it had nothing to do, or stood still for a sync."""
+    trainer_idle: float
+    """The share of the time in which the trainer waited for episodes."""
+    sync: float
+    """The share of the time in which weights were synced."""
+    engine_failures: int
+    """How often an engine was taken out."""
+    requests_moved: int
+    """Requests that were begun anew because their engine was taken out."""
+
+    @classmethod
+    def of(
+        cls,
+        counts: Mapping[str, int],
+        staleness: Mapping[int, int],
+        timeline: Timeline,
+        *,
+        lanes: Sequence[str],
+        trainer: str,
+        total_s: float,
+        engine_failures: int,
+        requests_moved: int,
+    ) -> RolloutStats:
+        counted = set(cls.__slots__) - _MEASURED
+        return cls(
+            **{name: counts.get(name, 0) for name in counted},
+            staleness=dict(sorted(staleness.items())),
+            sampler_idle=[1 - timeline.seconds(lane, "generate") / total_s for lane in lanes],
+            trainer_idle=timeline.seconds(trainer, "wait") / total_s,
+            sync=timeline.seconds(trainer, "sync") / total_s,
+            engine_failures=engine_failures,
+            requests_moved=requests_moved,
+        )
+
+    def __str__(self) -> str:
+        histogram = ", ".join(f"{lag}: {count}" for lag, count in self.staleness.items()) or "none"
+        idle = ", ".join(f"{share:.0%}" for share in self.sampler_idle)
+        return (
+            f"episodes: {self.given} given, {self.rejected} rejected, {self.failed} failed, "
+            f"{self.timed_out} timed out, {self.too_stale} too stale\n"
+            f"tokens: {self.tokens_sampled} sampled, {self.tokens_discarded} discarded\n"
+            f"staleness -> episodes: {histogram}\n"
+            f"idle: samplers {idle}; trainer {self.trainer_idle:.0%}; syncing {self.sync:.0%}"
+        )

@@ -1,0 +1,105 @@
+"""``Timeline``: when samplers generated, when the trainer trained or waited, and when weights were synced."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlcore.arguments import PATH, takes
+from rlcore.atomic import write_file
+from rlcore.errors import InvalidInputError, MissingDependencyError
+
+_COLORS = {"generate": "tab:blue", "train": "tab:green", "wait": "lightgray", "sync": "tab:red"}
+
+
+class Span(NamedTuple):
+    """Something that one lane did, in seconds since the timeline began."""
+
+    lane: str
+    what: str
+    begin_s: float
+    end_s: float
+
+
+class Timeline:
+    """Records spans: a lane does one thing at a time, and nothing in between.
+
+    Args:
+        max_spans: the most that are kept, the latest; the sums in ``seconds`` count all.
+    """
+
+    def __init__(self, max_spans: int = 10_000) -> None:
+        self._lock = threading.Lock()
+        self._origin = time.monotonic()
+        self._open: dict[str, tuple[str, float]] = {}
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    def begin(self, lane: str, what: str) -> None:
+        """Note that a lane does something from now on, and no longer what it did; the same goes on."""
+        with self._lock:
+            if self._open.get(lane, ("", 0.0))[0] != what:
+                self._end(lane)
+                self._open[lane] = what, time.monotonic() - self._origin
+
+    def end(self, lane: str) -> None:
+        """Note that a lane does nothing from now on."""
+        with self._lock:
+            self._end(lane)
+
+    def _end(self, lane: str) -> None:
+        if lane in self._open:
+            what, begin_s = self._open.pop(lane)
+            span = Span(lane, what, begin_s, time.monotonic() - self._origin)
+            self._spans.append(span)
+            self._seconds[lane, what] += span.end_s - span.begin_s
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans that have ended, the latest ``max_spans``."""
+        with self._lock:
+            return list(self._spans)
+
+    def seconds(self, lane: str, what: str) -> float:
+        """Return the time that a lane spent on something, of the span that is open too."""
+        with self._lock:
+            opened, begin_s = self._open.get(lane, ("", 0.0))
+            now_s = time.monotonic() - self._origin
+            return self._seconds[lane, what] + (now_s - begin_s if opened == what else 0.0)
+
+    @takes("Timeline.save()", path=PATH)
+    def save(self, path: str | Path) -> None:
+        """Write the spans as JSON: ``[{"lane", "what", "begin_s", "end_s"}, ...]``."""
+        write_file(Path(path), json.dumps([span._asdict() for span in self.spans], indent=0).encode())
+
+    @takes("Timeline.draw()", path=PATH)
+    def draw(self, path: str | Path, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
+        """Draw the lanes as a Gantt chart, into a file of any format that matplotlib writes.
+
+        Raises:
+            MissingDependencyError: matplotlib is absent.
+            InvalidInputError: nothing has been recorded between ``begin_s`` and ``end_s``.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingDependencyError("matplotlib", needed_for="a picture of the timeline", extra="bench") from error
+        spans = [one for one in self.spans if one.end_s > begin_s and (end_s is None or one.begin_s < end_s)]
+        if not spans:
+            raise InvalidInputError(f"the timeline has nothing between {begin_s} s and {end_s} s to draw")
+        lanes = sorted({span.lane for span in spans}, reverse=True)
+        figure = Figure(figsize=(10, 0.8 + 0.5 * len(lanes)), layout="constrained")
+        axes: Any = figure.add_subplot()
+        for what, color in _COLORS.items():
+            for row, lane in enumerate(lanes):
+                own = [(one.begin_s, one.end_s - one.begin_s) for one in spans if (one.lane, one.what) == (lane, what)]
+                axes.broken_barh(own, (row - 0.4, 0.8), color=color, label=what if row == 0 else None)
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.set_xlim(begin_s, max(span.end_s for span in spans) if end_s is None else end_s)
+        axes.set_xlabel("seconds")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=4, frameon=False)
+        figure.savefig(path)

@@ -1,0 +1,150 @@
+"""A trajectory: one sequence of tokens as the model saw them, which of them it sampled, and how; and batches of them.
+
+Letters: N sequences, L longest sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.arguments import LIST, takes
+from rlcore.engines.sampling.completion import Completion, RequestOutput
+from rlcore.errors import InvalidInputError
+
+NOT_SAMPLED = -1
+"""The version of a token that the model was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sequence of an episode. The lists have one entry a token."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    """True for the tokens that the model sampled."""
+    logprobs: list[float]
+    """Natural log of the probability that a token was sampled with; 0 where it was not sampled."""
+    versions: list[int]
+    """The version of the weights that sampled a token; -1 where it was not sampled."""
+    reward: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Plain values of your own, such as the text of the answer."""
+
+    def __post_init__(self) -> None:
+        lengths = [len(part) for part in (self.token_ids, self.loss_mask, self.logprobs, self.versions)]
+        if len(set(lengths)) > 1 or not lengths[0]:
+            raise InvalidInputError(
+                "a Trajectory needs token_ids, loss_mask, logprobs and versions of one length of at least 1, "
+                f"got {', '.join(map(str, lengths))}"
+            )
+        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+            raise InvalidInputError(f"the reward of a Trajectory must be a finite number, got {self.reward!r}")
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], completion: Completion, *, reward: float = 0.0) -> Trajectory:
+        """Return a prompt with one completion of it."""
+        given = len(prompt)
+        versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
+        return cls(
+            [*prompt, *completion.token_ids],
+            [False] * given + [True] * len(completion.token_ids),
+            [0.0] * given + list(completion.logprobs),
+            [NOT_SAMPLED] * given + versions,
+            reward,
+            {"text": completion.text},
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.loss_mask)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest version of a sampled token; None if there is none."""
+        return min((version for version in self.versions if version != NOT_SAMPLED), default=None)
+
+    def followed_by(self, prompt: Sequence[int], completion: Completion) -> Trajectory | None:
+        """Return this with what another turn added, if that turn's prompt begins with these tokens; else None."""
+        length = len(self.token_ids)
+        if list(prompt[:length]) != self.token_ids:
+            return None
+        turn = Trajectory.of(prompt[length:], completion)
+        joined = {
+            name: getattr(self, name) + getattr(turn, name)
+            for name in ("token_ids", "loss_mask", "logprobs", "versions")
+        }
+        return replace(self, **joined, extra=turn.extra)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain data, for ``from_plain``."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, state: Mapping[str, Any]) -> Trajectory:
+        return cls(**{one.name: state[one.name] for one in fields(cls)})
+
+
+def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
+    """Return the sequences that these requests made, in order of their first turn.
+
+    A completion whose prompt begins with all tokens of an earlier sequence continues it; every other one begins a
+    sequence. So each sampled token is in exactly one sequence, after the very tokens that the model saw before it.
+    """
+    found: list[Trajectory] = []
+    for output in outputs:
+        for completion in output.outputs:
+            for index, earlier in reversed(list(enumerate(found))):
+                if (longer := earlier.followed_by(output.prompt_token_ids, completion)) is not None:
+                    found[index] = longer
+                    break
+            else:
+                found.append(Trajectory.of(output.prompt_token_ids, completion))
+    return found
+
+
+@takes("collate_trajectories()", groups=LIST)
+def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Tensor]:
+    """Return one padded batch of the trajectories of several episodes, in order.
+
+    Returns:
+        ``input_ids`` [N, L] int64, right-padded; ``attention_mask`` and ``loss_mask`` [N, L] bool;
+        ``rollout_logprobs`` [N, L] float32, the sampler's, 0 where no token was sampled, and ``old_logprobs``, a copy:
+        for ``decoupled_ppo`` replace it by the trainer's ``forward_logprobs(batch)``; ``versions`` [N, L] int64, -1
+        where no token was sampled; ``rewards`` [N] float32; ``group`` [N] int64, the index of the episode, as
+        ``group_advantage(rewards, group=group)`` takes it.
+
+    Raises:
+        InvalidInputError: there is no trajectory.
+    """
+    each = [(index, one) for index, group in enumerate(groups) for one in group]
+    if not each:
+        raise InvalidInputError("collate_trajectories() needs at least one trajectory, got none")
+    shape = len(each), max(len(one.token_ids) for _, one in each)
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "attention_mask": torch.zeros(shape, dtype=torch.bool),
+        "loss_mask": torch.zeros(shape, dtype=torch.bool),
+        "rollout_logprobs": torch.zeros(shape),
+        "versions": torch.full(shape, NOT_SAMPLED, dtype=torch.int64),
+    }
+    for row, (_, one) in enumerate(each):
+        length = len(one.token_ids)
+        for name, values in (
+            ("input_ids", one.token_ids),
+            ("loss_mask", one.loss_mask),
+            ("rollout_logprobs", one.logprobs),
+            ("versions", one.versions),
+        ):
+            batch[name][row, :length] = torch.tensor(values)
+        batch["attention_mask"][row, :length] = True
+    return batch | {
+        "old_logprobs": batch["rollout_logprobs"].clone(),
+        "rewards": torch.tensor([float(one.reward) for _, one in each]),
+        "group": torch.tensor([index for index, _ in each]),
+    }

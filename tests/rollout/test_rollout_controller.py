@@ -1,0 +1,304 @@
+"""The controller over simulated engines: order, counts, failures, and what is kept when a program ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
+from rlcore.rollout import RolloutClient, RolloutController, Trajectory, Workflow
+from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
+
+
+class Steps(Workflow):
+    """Samples as many tokens as the item says; the reward is the item."""
+
+    async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
+        await client.generate([data + 1, 1])
+        return client.trajectories(reward=float(data))
+
+
+class Acts(Workflow):
+    """Does what the item says."""
+
+    async def run_episode(self, client: RolloutClient, data: str) -> Any:
+        await client.generate([1])
+        match data:
+            case "raise":
+                raise ValueError("planted")
+            case "reject":
+                return None
+            case "hang":
+                await asyncio.Event().wait()
+            case "lie":
+                return "no trajectory"
+        return client.trajectories()
+
+
+@contextmanager
+def controller(engine: Any = None, workflow: Workflow | None = None, **options: Any) -> Iterator[RolloutController]:
+    found = RolloutController(engine or SimulatedEngine(), workflow or Steps(), **{"batch_size": 4} | options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+def test_no_token_is_staler_than_the_bound_and_none_is_thrown_away(max_staleness: int) -> None:
+    draw, trainer = random.Random(1), SimulatedTrainer()
+    items = [draw.choice([1, 2, 3, 60]) for _ in range(1000)]
+    engines = [SimulatedEngine(seed=seed) for seed in range(2)]
+    with controller(engines, max_staleness=max_staleness) as rollout:
+        for step in range(60):
+            batch = rollout.prepare_batch(items, timeout_s=60)
+            sampled = batch["versions"][batch["loss_mask"]]
+            assert step - max_staleness <= int(sampled.min()) and int(sampled.max()) <= step
+            assert int((batch["versions"] >= 0).sum()) == int(batch["loss_mask"].sum())
+            rollout.update_weights(trainer)
+        stats = rollout.stats
+    assert stats.given == 240 == sum(stats.staleness.values()) and max(stats.staleness) <= max_staleness
+    assert (stats.tokens_discarded, stats.too_stale, stats.failed) == (0, 0, 0)
+    assert "staleness -> episodes: 0: " in str(stats) or max_staleness
+
+
+def test_an_update_does_not_wait_for_the_longest_sequence_which_goes_on_with_the_new_weights() -> None:
+    engine, trainer = SimulatedEngine(step_s=0.001), SimulatedTrainer()
+    with controller(engine, batch_size=2, max_staleness=2) as rollout:
+        for steps in (400, 1, 1):
+            rollout.submit(steps)
+        assert [one.data for one in rollout.wait(2)] == [1, 1]
+        assert rollout.update_weights(trainer) == "synced version 1"
+        assert engine.num_under_way == 1
+        rollout.submit(1)
+        long, short = rollout.wait(2)
+    versions = long.trajectories[0].versions
+    assert len(versions) == 403 and versions[:2] == [-1, -1] and set(versions[2:]) == {0, 1}
+    assert versions[2:] == sorted(versions[2:])
+    assert (long.data, long.oldest_version, short.data) == (400, 0, 1)
+
+
+def test_an_episode_that_fails_is_dropped_and_counted_and_another_comes_in_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    items = ["raise", "good", "reject", "good", "lie", "good", "hang", "good"]
+    with caplog.at_level(logging.WARNING), controller(workflow=Acts(), episode_timeout_s=0.2) as rollout:
+        batch = rollout.prepare_batch(items, timeout_s=60)
+        assert len(batch["rewards"]) == 4 and batch["group"].tolist() == [0, 1, 2, 3]
+        until(lambda: rollout.stats.timed_out)
+        stats = rollout.stats
+    assert min(stats.failed, stats.rejected, stats.timed_out) >= 1 and stats.given == 4
+    assert stats.tokens_discarded >= stats.failed + stats.rejected + stats.timed_out
+    assert "ValueError: planted; item 'raise'" in caplog.text
+    assert "must return a Trajectory, a list of them, or None to reject; got 'no trajectory'" in caplog.text
+
+
+def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
+    with controller(workflow=Acts(), max_failures_in_row=6) as rollout:
+        with pytest.raises(
+            RolloutError, match="6 episodes have failed in a row, the last one with ValueError: planted"
+        ):
+            rollout.prepare_batch(["raise"], timeout_s=60)
+        with pytest.raises(RolloutError, match="none of 1 episodes ended well: ValueError: planted"):
+            rollout.rollout_batch(["raise"])
+
+
+def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity() -> None:
+    with controller(max_staleness=0, batch_size=1) as rollout:
+        batch = rollout.rollout_batch([5, 1, 3])
+        assert batch["rewards"].tolist() == [5, 1, 3] and rollout.stats.staleness == {0: 3}
+        assert [one.data for one in rollout.evaluate([2, 1])] == [2, 1] and rollout.stats.given == 3
+        with pytest.raises(RolloutTimeoutError, match=r"0 of 1 episodes ended within 0\.05 s"):
+            rollout.rollout_batch([1 << 30], timeout_s=0.05)
+        until(lambda: not rollout._tasks)
+
+
+def test_calls_that_cannot_succeed_say_why() -> None:
+    engine = SimulatedEngine()
+    with controller(engine, max_staleness=0) as rollout:
+        rollout.submit(1)
+        with pytest.raises(StateError, match=r"wait\(4\) would wait for ever: only 1 episodes were submitted"):
+            rollout.wait()
+        with pytest.raises(RolloutTimeoutError, match=r"wait\(4\) has \d episodes after 0.05 s"):
+            rollout.wait(timeout_s=0.05)
+        for _ in range(7):
+            rollout.submit(1)
+        assert len(rollout.wait()) == 4
+        with pytest.raises(StateError, match="bound of 0 lets no more begin; call update_weights"):
+            rollout.wait()
+        rollout.pause()
+        with pytest.raises(StateError, match="the controller is paused; call resume"):
+            rollout.wait()
+        rollout.resume()
+        with pytest.raises(InvalidInputError, match=r"must be the version that the engines serve, \[0\]"):
+            rollout.set_version(1)
+        with pytest.raises(InvalidInputError, match="a version of at least 0, the version of now, got -1"):
+            rollout.update_weights(SimulatedTrainer(), version=-1)
+        with pytest.raises(InvalidInputError, match="needs at least one item"):
+            rollout.rollout_batch([])
+        with rollout.generation_paused() as engines:
+            assert engines == [engine]
+            engine.version = 1
+            rollout.set_version(1)
+        assert len(rollout.wait()) == 4
+    with controller() as rollout, pytest.raises(InvalidInputError, match="has no items"):
+        rollout.prepare_batch([])
+    with pytest.raises(StateError, match="the RolloutController is closed"):
+        rollout.submit(1)
+    with pytest.raises(InvalidInputError, match="takes a Workflow, with `async def run_episode"):
+        RolloutController(engine, print, batch_size=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="takes an InferenceEngine or several different ones"):
+        RolloutController([engine, engine], Steps(), batch_size=1)
+
+
+def test_ctrl_c_in_wait_takes_nothing_and_close_leaves_no_thread_and_no_request() -> None:
+    engine = SimulatedEngine(step_s=0.001)
+    before = set(threading.enumerate())
+    rollout = RolloutController(engine, Steps(), batch_size=2)
+    for steps in (1, 1 << 30):
+        rollout.submit(steps)
+    until(lambda: rollout._ready)
+    threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        rollout.wait(2)
+    assert len(rollout.wait(1)) == 1
+    rollout.close()
+    rollout.close()
+    assert engine.num_under_way == 0 and engine.num_aborted == 1
+    until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_program_with_an_event_loop_of_its_own_awaits_batches() -> None:
+    async def program() -> list[int]:
+        for steps in (3, 1):
+            rollout.submit(steps)
+        return [one.number for one in await rollout.wait_async(2)]
+
+    with controller() as rollout:
+        assert sorted(asyncio.run(program())) == [0, 1]
+
+
+@pytest.mark.parametrize("is_saved_by_the_loader", [False, True])
+def test_each_item_is_given_once_over_kills_and_resumes(is_saved_by_the_loader: bool) -> None:
+    """A kill leaves the state of the last save; what is done after it is lost, as the trainer's later steps are."""
+
+    class Loader(list[int]):
+        """A StatefulDataLoader in small."""
+
+        def __iter__(self) -> Iterator[int]:
+            while self.at < len(self):
+                self.at += 1
+                yield self[self.at - 1]
+            self.at = 0
+
+        at = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    draw, given, state = random.Random(5), [], None
+    trainer = SimulatedTrainer()
+    while len(given) < 120:
+        items: Any = (Loader if is_saved_by_the_loader else list)(range(1000))
+        with controller(max_staleness=2) as rollout:
+            if state is not None:
+                rollout.load_state_dict(json.loads(state))
+                assert rollout.version == len(given) // 4
+                with pytest.raises(StateError, match="the engines serve version 0 and the controller is at"):
+                    rollout.wait()
+                rollout.update_weights(trainer, version=rollout.version)
+            for _ in range(draw.randrange(1, 8)):
+                given += rollout.prepare_batch(items, timeout_s=60)["rewards"].tolist()
+                rollout.update_weights(trainer)
+            state = json.dumps(rollout.state_dict())
+            after = rollout.stats.given
+            rollout.prepare_batch(items, timeout_s=60)  # of steps after the last checkpoint, which the kill undoes
+        assert after == len(given)
+    saved = json.loads(state)
+    under_way = [data for _, data, *_ in saved["queued"] + saved["ready"]]
+    assert sorted(given + under_way) == list(range(len(given) + len(under_way)))
+
+
+def test_the_requests_of_a_dead_or_silent_engine_go_elsewhere_and_it_comes_back_with_the_present_weights() -> None:
+    engines, trainer = [SimulatedEngine(step_s=0.001) for _ in range(3)], SimulatedTrainer()
+    silence = threading.Event()
+    with controller(engines, max_staleness=1, batch_size=6, unhealthy_after_s=0.3) as rollout:
+        for _ in range(12):
+            rollout.submit(150)
+        until(lambda: all(engine.num_under_way for engine in engines))
+        engines[0].is_broken = True
+        collect = engines[1].collect
+        engines[1].collect = lambda timeout_s=None: silence.wait() and {}  # type: ignore[assignment,method-assign]
+        first = rollout.wait(timeout_s=60)
+        until(lambda: rollout.stats.engine_failures == 2)
+        assert rollout.stats.requests_moved >= 6 and len(first) == 6
+        engines[1].collect = collect  # type: ignore[method-assign]
+        silence.set()
+        rollout.update_weights(trainer)
+        assert trainer.synced == [3] and [engine.num_restarts for engine in engines] == [1, 1, 0]
+        assert [engine.version for engine in engines] == [1, 1, 1]
+        numbers = [one.number for one in first + rollout.wait(timeout_s=60)]
+        assert sorted(numbers) == list(range(12))
+        for _ in range(6):
+            rollout.submit(150)
+        until(lambda: all(engine.num_under_way for engine in engines))
+
+
+def test_without_an_engine_wait_says_so_and_the_next_update_brings_it_back() -> None:
+    engine = SimulatedEngine(step_s=0.001)
+    with controller(engine, batch_size=2) as rollout:
+        rollout.submit(50)
+        rollout.submit(50)
+        until(lambda: engine.num_under_way)
+        engine.is_broken = True
+        with pytest.raises(RolloutError, match=r"no inference engine is left: sampler 0: .*the engine is dead; update"):
+            rollout.wait()
+        rollout.update_weights(SimulatedTrainer())
+        assert [one.oldest_version for one in rollout.wait()] == [1, 1] and rollout.stats.engine_failures == 1
+
+
+def test_episodes_that_a_jump_of_versions_made_too_stale_begin_anew() -> None:
+    engine, trainer = SimulatedEngine(step_s=0.001), SimulatedTrainer()
+    with controller(engine, batch_size=2, max_staleness=1) as rollout:
+        for steps in (1, 1, 300, 300):
+            rollout.submit(steps)
+        until(lambda: len(rollout._ready) == 2)
+        rollout.update_weights(trainer, version=5)
+        assert [one.oldest_version for one in rollout.wait()] == [5, 5]
+        assert rollout.stats.too_stale == 4 and rollout.stats.tokens_discarded >= 2
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_a_thousand_steps() -> None:
+    """Objects are counted: bytes of the process depend on the allocator."""
+    trainer, items = SimulatedTrainer(), list(range(1, 9))
+    counts = []
+    with controller(max_staleness=2) as rollout:
+        for step in range(1200):
+            rollout.prepare_batch(items, timeout_s=60)
+            rollout.update_weights(trainer)
+            if step in (200, 700, 1199):
+                gc.collect()
+                counts.append(len(gc.get_objects()) - len(rollout.timeline._spans))
+        assert len(rollout.timeline.spans) <= 10_000
+    early, middle, late = counts
+    assert late - middle < 500 and middle - early < 500, counts

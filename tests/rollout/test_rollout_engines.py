@@ -1,0 +1,73 @@
+"""The controller over real engines, in the process of the test and in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.ops import decoupled_ppo, group_advantage
+from rlcore.quickstart.model import quickstart_model
+from rlcore.quickstart.policy import policy_class
+from rlcore.rollout import RolloutController, SingleTurn
+from tests.model_rounding import logprob_rounding
+
+ITEMS = [{"prompt": f"{a:02d}+{b:02d}="} for a in range(8) for b in range(8)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quickstart_model(seed=0, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def train(model: Path) -> Iterator[rlcore.TrainEngine]:
+    with rlcore.meta_device():
+        module = policy_class(model).from_pretrained(model)
+    with rlcore.TrainEngine(module) as engine:
+        yield engine
+
+
+def sevens(data: Any, text: str) -> float:
+    return text.count("7") / 8
+
+
+def learn(train: rlcore.TrainEngine, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    advantages = group_advantage(batch["rewards"], group=batch["group"])
+    batch |= {"advantages": advantages, "old_logprobs": train.forward_logprobs(batch)}
+    return train.train_batch(batch, decoupled_ppo())
+
+
+def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
+    model: Path, train: rlcore.TrainEngine, tmp_path: Path
+) -> None:
+    train.build(devices="cpu")
+    train.set_rate(1e-3)
+    workflow = SingleTurn(sevens, {"n": 8, "max_tokens": 8})
+    rewards = []
+    for half in range(2):
+        with rlcore.InferenceEngine(model) as infer:
+            infer.build(devices="cpu", dtype="float32")
+            with RolloutController(infer, workflow, batch_size=4, max_staleness=1) as rollout:
+                if half:
+                    rollout.load_state_dict(train.load(tmp_path / "saved")["rollout"])
+                rollout.update_weights(train, version=rollout.version)
+                for step in range(6):
+                    batch = rollout.prepare_batch(ITEMS, timeout_s=120)
+                    lag = rollout.version - batch["versions"][batch["loss_mask"]]
+                    assert int(lag.min()) >= 0 and int(lag.max()) <= 1
+                    if step == 0 and half == 0:  # the sampler's log-probs are the trainer's
+                        difference = (train.forward_logprobs(batch) - batch["rollout_logprobs"]).abs().max()
+                        assert difference < logprob_rounding(model, num_tokens=16)
+                    rewards.append(float(batch["rewards"].mean()))
+                    assert learn(train, batch)["num_tokens"] == int(batch["loss_mask"].sum())
+                    rollout.update_weights(train)
+                train.save(tmp_path / "saved", {"rollout": rollout.state_dict()})
+                assert rollout.version == 6 * (half + 1) == infer.version
+                assert rollout.stats.given == 4 * rollout.version and rollout.stats.tokens_discarded == 0
+                rollout.timeline.save(tmp_path / "timeline.json")
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
