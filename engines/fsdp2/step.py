@@ -17,12 +17,15 @@ from rlcore.device import Device
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
+from rlcore.engines.fsdp2.sharding import sequence_group
+from rlcore.engines.fsdp2.shared_sequences import loss_of_shared_sequences
 from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch
-from rlcore.errors import RlcoreError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.evaluation_mode import evaluation_mode
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.linear.loss import linear_loss
+from rlcore.kernels.losses.interface import LossOutput, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
@@ -114,28 +117,39 @@ def _accumulate(
     parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
     for number, micro_batch in enumerate(parts, start=1):
         with phase("train_batch: forward and loss"):
-            loss, (stats, weight) = strategy.forward(partial(_loss, module, micro_batch, loss_fn, options))
+            loss, (stats, weight) = strategy.forward(partial(_scored_loss, module, micro_batch, loss_fn, options))
         with phase("train_batch: backward"):
             strategy.backward(loss, is_last=number == batch.num_micro_batches)
         metrics.add(loss.detach(), stats, weight)
     return metrics
 
 
+def _scored_loss(
+    module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
+) -> tuple[Tensor, tuple[Mapping[str, Tensor], Tensor]]:
+    """Return what ``ShardingStrategy.forward`` takes: the loss of ``_loss``, its statistics, and its weight."""
+    output, weight = _loss(module, micro_batch, loss_fn, options)
+    return output.loss, (output.stats, weight)
+
+
 def _loss(
     module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
-) -> tuple[Tensor, tuple[dict[str, Tensor], Tensor]]:
-    """Return the loss of a micro-batch, its statistics, and the sum of its token weights."""
-    per_token = dict(micro_batch.per_token)
-    weight_R = per_token.pop(WEIGHT)
-    hidden_TH = module.hidden_states(micro_batch.tokens)
+) -> tuple[LossOutput, Tensor]:
+    """Return the loss of this rank's rows of a micro-batch, and the sum of their token weights."""
+    hidden_SH = _scoring(module, micro_batch)
     head = module.output_head()  # by now gathered, if it is sharded
+    group = sequence_group(module)
+    if group is not None and isinstance(loss_fn, sequence_level):
+        return loss_of_shared_sequences(hidden_SH, head, micro_batch, loss_fn, options=options, group=group)
+    per_token = {name: value_R[micro_batch.own] for name, value_R in micro_batch.per_token.items()}
+    weight_S = per_token.pop(WEIGHT)
     output = linear_loss(
-        hidden_TH[micro_batch.rows_R],
+        hidden_SH,
         head.weight,
-        micro_batch.targets_R,
+        micro_batch.targets_S,
         loss_fn,
         per_token=per_token,
-        token_weight=weight_R,
+        token_weight=weight_S,
         cu_seqlens=micro_batch.cu_rows,
         with_entropy=options.with_entropy,
         bias=head.bias,
@@ -143,7 +157,18 @@ def _loss(
         softcap=head.softcap,
         logit_scale=head.logit_scale,
     )
-    return output.loss, (output.stats, weight_R.sum())
+    return output, weight_S.sum()
+
+
+def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
+    """Return the hidden states [S, H] that score."""
+    hidden_TH = module.hidden_states(micro_batch.tokens)
+    if len(hidden_TH) != micro_batch.num_hidden:
+        raise InvalidInputError(
+            f"hidden_states() of {type(module).__name__} gave {len(hidden_TH)} rows; this rank has "
+            f"{micro_batch.num_hidden} tokens, and it must return one row for each, in their order"
+        )
+    return hidden_TH[micro_batch.rows_S]
 
 
 @torch.no_grad()
@@ -162,7 +187,7 @@ def evaluate(
     with _evaluating(module, strategy):
         for micro_batch in parts:
             with device.profiler.range("eval_batch: forward and loss"):
-                loss, (stats, weight) = strategy.forward(partial(_loss, module, micro_batch, loss_fn, options))
+                loss, (stats, weight) = strategy.forward(partial(_scored_loss, module, micro_batch, loss_fn, options))
             metrics.add(loss, stats, weight)
     return _begin_reading(metrics.joined(), device)()
 
@@ -221,34 +246,34 @@ def score(
     with _evaluating(module, strategy):
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, target):
             with device.profiler.range("forward_logprobs: forward"):
-                (position_R,) = on_device([batch.positions_T[micro_batch.positions_R]], target)
-                logprob_R, _ = strategy.forward(partial(_logprobs, module, micro_batch, options))
-                logprob_T[position_R] = logprob_R.float()
+                (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], target)
+                logprob_S, _ = strategy.forward(partial(_logprobs, module, micro_batch, options))
+                logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
     return logprob_T.cpu()
 
 
 def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOptions) -> tuple[Tensor, None]:
-    hidden_RH = module.hidden_states(micro_batch.tokens)[micro_batch.rows_R]
+    hidden_SH = _scoring(module, micro_batch)
     head = module.output_head()
     if options.top_p == 1 and options.top_k <= 0:
         scores = linear_logprob(
-            hidden_RH,
+            hidden_SH,
             head.weight,
-            micro_batch.targets_R,
+            micro_batch.targets_S,
             bias=head.bias,
             temperature=options.temperature,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
         )
         return scores.logprob, None
-    restricted = _restricted(hidden_RH, micro_batch.targets_R, head, options)
-    return torch.cat([*restricted, hidden_RH.new_zeros(0)]), None
+    restricted = _restricted(hidden_SH, micro_batch.targets_S, head, options)
+    return torch.cat([*restricted, hidden_SH.new_zeros(0)]), None
 
 
-def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
-    for hidden, targets in zip(torch.split(hidden_RH, _ROWS), torch.split(targets_R, _ROWS), strict=True):
+def _restricted(hidden_SH: Tensor, targets_S: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
+    for hidden, targets in zip(torch.split(hidden_SH, _ROWS), torch.split(targets_S, _ROWS), strict=True):
         logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
