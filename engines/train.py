@@ -102,6 +102,7 @@ class TrainEngine(CheckpointedEngine):
         return super().build(data_parallel_size=replicas * data_parallel_size * sequence_parallel_size, **options)
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
+        self._executor_class.check_packages()
         if self._sequence_parallel_size > 1:
             self._module.check_sequence_parallel(self._sequence_parallel_size)
 
@@ -121,9 +122,6 @@ class TrainEngine(CheckpointedEngine):
     def _refill(self) -> str:
         # A state dict of adapters does not have the base weights.
         return "load(path) or restart()" if self._has_adapters else "load(path), load_state_dict(state) or restart()"
-
-    def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
-        self._executor_class.check_packages()
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
