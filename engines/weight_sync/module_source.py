@@ -20,16 +20,27 @@ from rlcore.weights.view import WeightView, whole
 class ModuleSourceTensors:
     """The ``SourceTensors`` of one rank of a module that is sharded over ``num_ranks``.
 
-    The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters. Its weights
-    are those of ``weight_views()``, where it is a ``TrainModule``, else those of ``model_weights()``.
+    The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
+
+    Args:
+        views: gives the weights with the parameters as they are sharded; None is ``weight_views()`` of a
+            ``TrainModule``, and ``model_weights()`` of another module.
+        release: frees what is gathered; None does so for FSDP.
     """
 
-    def __init__(self, module: nn.Module, num_ranks: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_ranks: int,
+        *,
+        views: Callable[[], Iterable[WeightView]] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self._module = module
         self._num_ranks = num_ranks
-        self._weights: Callable[[], Iterable[WeightView]] = (
-            module.weight_views if isinstance(module, TrainModule) else model_weights(module)
-        )
+        own_views = module.weight_views if isinstance(module, TrainModule) else model_weights(module)
+        self._weight_views: Callable[[], Iterable[WeightView]] = views or own_views
+        self._release = release or (lambda: _reshard(module))
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
@@ -72,22 +83,25 @@ class ModuleSourceTensors:
 
     def _refresh(self) -> RankParameters:
         """Return the description of the module, a new one when the module has other parameters."""
-        present = _resharded(self._module)
+        self._release()
+        present = _parameters(self._module)
         if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
-            self._views = list(self._weights())
+            self._views = list(self._weight_views())
             self._parameters = describe(self._views, self._num_ranks)
             self._known, self._parts = present, []
         return self._parameters
 
 
-def _resharded(root: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters, after freeing what FSDP keeps gathered after a forward without a backward."""
+def _reshard(root: nn.Module) -> None:
+    """Free what FSDP keeps gathered after a forward without a backward."""
     stop_computing(root)
-    modules = list(_modules(root))
-    for module in modules:
+    for module in _modules(root):
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [found for module in modules for found in own_parameters(module).values() if found is not None]
+
+
+def _parameters(root: nn.Module) -> list[nn.Parameter]:
+    return [found for module in _modules(root) for found in own_parameters(module).values() if found is not None]
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -107,7 +121,7 @@ def _computed(found: WeightView) -> Tensor:
     if found.compute is not None:
         return found.compute().contiguous()
     assert found.parameter is not None
-    gathered = whole(found.parameter.detach()).contiguous()
+    gathered = whole(found.parameter).contiguous()
     view = found.view
     offset = gathered.storage_offset() + int(view.storage_offset())
     return gathered.as_strided(view.shape, view.stride(), offset).contiguous()
