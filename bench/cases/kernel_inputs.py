@@ -122,7 +122,7 @@ class Inputs:
 
 
 def implementations(op: str, device: Device) -> list[str]:
-    """Return those registered for one rank of the device; on an accelerator without "reference": it holds all logits."""
+    """Return those registered for one rank of the device; on an accelerator not "reference", which has all logits."""
     names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
     left_out = {_OF_SEVERAL_RANKS} if device.spec.is_host else {_OF_SEVERAL_RANKS, "reference"}
     return [name for name in names if name not in left_out]
