@@ -12,7 +12,6 @@ Letters: N sequences, L longest sequence, T tokens of all sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from rlcore.kernels.packing import pack
 
 
 @takes("collate()", outputs=LIST)
-def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Tensor]:
+def collate(outputs: Sequence[RequestOutput], **per_sequence: object) -> dict[str, Tensor]:
     """Return one padded batch of every completion of ``outputs``, in order.
 
     Args:
@@ -61,7 +60,7 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
     return batch | {name: _one_each(name, value, len(sequences)) for name, value in per_sequence.items()}
 
 
-def _one_each(name: str, value: Any, num_sequences: int) -> Tensor:
+def _one_each(name: str, value: object, num_sequences: int) -> Tensor:
     flat = _on_host(name, value).flatten()
     if len(flat) != num_sequences:
         raise InvalidInputError(f"collate() got {len(flat)} {name} for {num_sequences} completions; give one each")
@@ -91,7 +90,7 @@ def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return keep | {name: _per_token(name, value, lengths_N) for name, value in host.items()}
 
 
-def _on_host(name: str, value: Any) -> Tensor:
+def _on_host(name: str, value: object) -> Tensor:
     try:
         return torch.as_tensor(value).detach().cpu()
     except (RuntimeError, TypeError, ValueError) as error:
