@@ -144,7 +144,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def identity(result: CaseResult) -> tuple[object, ...]:
-    """Equal for results that measure the same in the same way."""
+    """Return a key that is equal for results that measure the same in the same way."""
     return result.name, result.implementation, tuple(sorted(result.params.items()))
 
 
@@ -351,7 +351,7 @@ def _address(value: bytes | msgspec.Raw) -> int:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
+    """Return the JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
     schema = msgspec.json.schema(Record)
     time = {"properties": {"name": {"const": "time"}}}
     has_metrics = {"required": ["metrics"], "properties": {"metrics": {"contains": time}}}

@@ -102,7 +102,7 @@ class Inputs:
     def true_gradients(
         self, loss_fn: LossFn, per_token: Mapping[str, Tensor], token_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss and its gradients for hidden states and weight, of a loss that is a sum over tokens."""
+        """Return a loss that is a sum over tokens, and its gradients for hidden states and weight."""
         hidden_TH, weight_VH = (x.double().requires_grad_() for x in (self.hidden_TH, self.weight_VH))
         total = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
         for rows in self.slices():
@@ -148,7 +148,7 @@ def assert_scores(output: tuple[Tensor | None, ...], true: Logprobs, dtype: torc
 
 
 def greatest(got: Tensor, want: Tensor) -> Quantity:
-    """The greatest absolute error."""
+    """Return the greatest absolute error."""
     return Quantity(max(float((got.double() - want).abs().max()), 1e-30), "1")
 
 
