@@ -56,7 +56,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of device and host while a case ran; None where they do not report one."""
+    """Figures that device and host told while a case ran. None: they do not tell."""
 
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
