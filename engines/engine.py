@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
@@ -68,6 +68,8 @@ class Engine(ABC):
         not_colocate_with: Engine | Iterable[Engine] | None = None,
         acceptable_node_ips: Sequence[str] | None = None,
         num_hosts: int | None = None,
+        strategy: str | None = None,
+        host_labels: Mapping[str, str] | None = None,
         python: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
@@ -89,7 +91,10 @@ class Engine(ABC):
             not_colocate_with: avoid the devices of these engines.
             acceptable_node_ips: addresses of the hosts that workers may run on; one must be this host's, except under
                 "ray".
-            num_hosts: under "ray" the number of hosts, with as many workers on each; None fills one after the other.
+            num_hosts: under "ray" the number of hosts, with as many workers on each.
+            strategy: under "ray", without ``num_hosts``: "pack", as None, takes as few hosts as will do, near each
+                other; "spread" takes as many as there are, with about as many workers on each.
+            host_labels: under "ray" labels that each host must have, such as {"rack": "r7"}.
             python: another interpreter for the workers, such as "envs/vllm/bin/python", where this version of rlcore is
                 installed. Workers are sent plain data and import paths, and no code.
             onload: False leaves the engine in host memory until ``onload()``.
@@ -124,6 +129,8 @@ class Engine(ABC):
             not_colocate_with=not_colocate_with,
             acceptable_node_ips=acceptable_node_ips,
             num_hosts=num_hosts,
+            strategy=strategy,
+            host_labels=host_labels,
             group_size=tensor_parallel_size,
         )
         launcher = choose_launcher(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,11 +15,17 @@ from typing import Any, Protocol
 from rlcore.device import Device
 from rlcore.engines.launchers.base import Host
 from rlcore.engines.launchers.ray.placement import Wishes, assign
+from rlcore.engines.launchers.slurm import slurm_number, tasks_of_nodes
 from rlcore.engines.launchers.torchrun import num_hosts as hosts_of_world
 from rlcore.engines.runtime import current
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.registry import get_device, launch, launcher_class, launcher_names
 from rlcore.settings import named_device
+
+_ASK_SLURM = (
+    "; ranks of one program must see all devices of their host: use --gpus-per-node in place of --gpus-per-task, or "
+    "--gpu-bind=none"
+)
 
 
 class PlacedEngine(Protocol):
@@ -46,22 +51,32 @@ def place_workers(
     not_colocate_with: PlacedEngine | Iterable[PlacedEngine] | None = None,
     acceptable_node_ips: Sequence[str] | None = None,
     num_hosts: int | None = None,
+    strategy: str | None = None,
+    host_labels: Mapping[str, str] | None = None,
     group_size: int = 1,
 ) -> list[str]:
     """Return the names of one device for each worker, on the launcher's hosts if it has any; see ``choose_devices``.
 
     Args:
-        num_hosts: as many hosts, with the same number of workers each; None fills one host after the other.
+        num_hosts: as many hosts, with the same number of workers each; None leaves their number to ``strategy``.
+        strategy: "pack" or "spread"; None is "pack".
+        host_labels: labels that each host must have.
     """
     hosts = launcher_class(launcher).hosts() if launcher in launcher_names() else ()
     if not hosts:
-        if num_hosts not in (None, 1):
-            raise InvalidInputError(f"num_hosts={num_hosts!r} needs a launcher with several hosts: launcher='ray'")
+        of_hosts = {
+            "num_hosts": num_hosts if num_hosts != 1 else None,
+            "strategy": strategy,
+            "host_labels": host_labels,
+        }
+        if given := [f"{name}={value!r}" for name, value in of_hosts.items() if value is not None]:
+            raise InvalidInputError(f"{given[0]} needs a launcher with several hosts: launcher='ray'")
         repeats = hosts_of_world(num_workers) if launcher == "torchrun" else 1
         found = choose_devices(
             num_workers and num_workers // repeats,
             *(devices, colocate_with, not_colocate_with, acceptable_node_ips),
             group_size=group_size,
+            is_one_program=launcher != "torchrun",
         )
         return repeats * [device.name for device in found]
     if devices is not None and colocate_with is not None:
@@ -82,6 +97,8 @@ def place_workers(
         held=_held_by(not_colocate_with, "not_colocate_with"),
         addresses=acceptable_node_ips,
         num_hosts=num_hosts,
+        strategy=strategy,
+        labels=host_labels,
     )
     return assign(hosts, wishes)
 
@@ -102,12 +119,13 @@ def choose_devices(
     acceptable_node_ips: Sequence[str] | None = None,
     *,
     group_size: int = 1,
+    is_one_program: bool = True,
 ) -> list[Any]:
     """Return one device for each worker: those named, else the other engine's, else the first not excluded.
 
     ``num_workers`` None means all of these, in whole groups of ``group_size``. On a host, whose devices are one memory
     and the same processors, it means one group unless devices are named. When Slurm has started several tasks of a step
-    on this host, each of them chooses from its own equal share.
+    on this host, each of them chooses from its own equal share, unless together they are the ranks of one program.
 
     Raises:
         InvalidInputError: ``devices`` and ``colocate_with`` at once, a wrong number of devices, or one twice.
@@ -123,7 +141,8 @@ def choose_devices(
     elif devices is not None:
         candidates = _listed(devices)
     else:
-        candidates = list(current().devices or _share_of_task(_all_like(get_device()), os.environ))
+        all_here = _all_like(get_device())
+        candidates = list(current().devices or (_share_of_task(all_here, os.environ) if is_one_program else all_here))
     names = [get_device(name).name for name in candidates]
     free = [name for name in names if name not in held]
     if num_workers is None:
@@ -136,6 +155,7 @@ def choose_devices(
         raise InvalidInputError(f"each worker of an engine owns a device; devices names {repeated} more than once")
     if len(free) < num_workers:
         taken = "; ".join(f"{name} is held by {held[name]}" for name in names if name in held) or "none is held"
+        taken += "" if is_one_program or "SLURM_PROCID" not in os.environ else _ASK_SLURM
         raise DeviceError(f"{num_workers} devices are needed and {len(free)} of {names} can be used: {taken}")
     return [get_device(name) for name in free[:num_workers]]
 
@@ -165,11 +185,8 @@ def _all_like(device: Device) -> list[str]:
 
 def _share_of_task(names: list[str], environment: Mapping[str, str]) -> list[str]:
     """Return all names, unless Slurm runs several tasks of this step on the host and lets each see all devices."""
-    # SLURM_STEP_TASKS_PER_NODE is "4", or "4(x2),3" for nodes 0 to 2. A batch script itself is no task of a step.
-    counts: list[int] = []
-    for number, _, repeats in re.findall(r"(\d+)(\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        counts += [int(number)] * int(repeats or 1)
-    node, task, num_gpus = (_slurm_number(environment, n) for n in ("NODEID", "LOCALID", "GPUS_ON_NODE"))
+    counts = tasks_of_nodes(environment)
+    node, task, num_gpus = (slurm_number(environment, n) for n in ("NODEID", "LOCALID", "GPUS_ON_NODE"))
     num_tasks = counts[node] if node < len(counts) else 1
     share = len(names) // num_tasks
     if len(names) < num_gpus or not share or num_tasks == 1:  # Slurm has bound each task to its own already
@@ -180,13 +197,6 @@ def _share_of_task(names: list[str], environment: Mapping[str, str]) -> list[str
             "devices with build(devices=...)"
         )
     return names[task * share : (task + 1) * share]
-
-
-def _slurm_number(environment: Mapping[str, str], name: str) -> int:
-    value = environment.get(f"SLURM_{name}", "0")
-    if not value.isdecimal():
-        raise InvalidInputError(f"SLURM_{name} must be a whole number, got {value!r}")
-    return int(value)
 
 
 def _check_host(acceptable_node_ips: Sequence[str] | None) -> None:

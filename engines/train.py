@@ -290,6 +290,7 @@ class TrainEngine(CheckpointedEngine):
         route: Route | None = None,
         staged: bool = False,
         verify: bool = False,
+        delta: bool = False,
         checksums: Checksums = "sample",
         staging_bytes: int | None = None,
         slab_bytes: int | None = None,
@@ -300,10 +301,13 @@ class TrainEngine(CheckpointedEngine):
         Args:
             version: number of the new weights, which completions name (``version_spans``); None is one more than the
                 targets'. Numbers of your own, such as those of steps, may also decrease: they are not compared.
-            route: "local", "direct", "packed" or "collective" (docs/weight_sync.md); None takes the first that works.
+            route: "local", "direct", "packed", "collective" or "relayed" (docs/weight_sync.md); None takes the first
+                that works.
             staged: the targets keep their old weights whole until they have all new ones, in twice the memory.
             verify: compare every byte with what the target's own loader makes of the same weights; slow, and not with
                 ``staged``: that loader writes into the weights that are served.
+            delta: tell only what has changed since the targets' version, for slow links; the trainer keeps a copy of
+                what it sent. Where that cannot be done all is told, and ``SyncReport.why_dense`` says why.
             checksums: on "packed" and "collective": of no bucket, one in 16, or all.
             staging_bytes: size of each of the two staging buffers of a trainer's worker; None chooses.
             slab_bytes: the former name of ``staging_bytes``, deprecated.
@@ -326,6 +330,7 @@ class TrainEngine(CheckpointedEngine):
                 route=route,
                 is_staged=staged,
                 is_verified=verify,
+                is_delta=delta,
                 checksums=checksums,
                 staging_bytes=staging_bytes,
                 is_same=is_same,

@@ -145,12 +145,22 @@ def new_tensor(name: str, shape: tuple[int, ...], values: bytes | memoryview) ->
     Raises:
         InvalidInputError: there is no such dtype, or it and the shape make another number of bytes.
     """
-    dtype: Any = getattr(torch, name, None)
-    is_kind = isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0
-    if not is_kind or math.prod(shape) * dtype.itemsize != len(values):
-        raise InvalidInputError(f"these {len(values)} bytes are no {name} of shape {shape}")
+    _check_size(name, shape, len(values))
     # Torch cannot resize the storage of a buffer that Python owns, so that the bytes are copied into one of its own.
     flat = torch.empty(len(values), dtype=torch.uint8)
     if len(values):  # of an empty tensor there are no bytes to write to
         host_bytes(flat).cast("B")[:] = values
-    return flat.view(dtype).view(shape)
+    return viewed_as(flat, name, shape)
+
+
+def viewed_as(flat: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return bytes, a uint8 tensor of one dimension, as a tensor of this dtype and shape. Raises as ``new_tensor``."""
+    _check_size(name, shape, len(flat))
+    return flat.view(getattr(torch, name)).view(shape)
+
+
+def _check_size(name: str, shape: tuple[int, ...], num_bytes: int) -> None:
+    dtype: Any = getattr(torch, name, None)
+    is_kind = isinstance(dtype, torch.dtype) and min(shape, default=0) >= 0
+    if not is_kind or math.prod(shape) * dtype.itemsize != num_bytes:
+        raise InvalidInputError(f"these {num_bytes} bytes are no {name} of shape {shape}")

@@ -17,6 +17,8 @@ BUILD_OPTIONS = (
     "not_colocate_with",
     "acceptable_node_ips",
     "num_hosts",
+    "strategy",
+    "host_labels",
     "python",
     "tensor_parallel_size",
     "data_parallel_size",

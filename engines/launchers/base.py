@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rlcore.engines.launchers.group import WorkerGroup
@@ -49,6 +49,8 @@ class Host:
     """Its IP address."""
     counts: Mapping[str, int]
     """The number of its devices of each kind: {"cuda": 8, "cpu": 64}."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Words about it, such as {"rack": "r7", "ray.io/gpu-domain": "nvl-3"}."""
 
 
 class Launcher(ABC):

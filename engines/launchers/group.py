@@ -36,8 +36,8 @@ _Inbox = queue.SimpleQueue["Future[Any] | Callable[[], None]"]
 """The answers that come back during a call, in order: futures that have ended, and a function for each event."""
 
 
-class Meeting(Protocol):
-    """A place through which workers find each other, until it is removed or dropped."""
+class RendezvousStore(Protocol):
+    """The store through which workers find each other, until it is removed or dropped."""
 
     path: str
 
@@ -56,8 +56,8 @@ class WorkerGroup:
         self._owner = os.getpid()
         self._broken_by: BaseException | None = None
         self._kept: list[object] = []
-        self.meet: Callable[[], Meeting] | None = None
-        """Makes a place where these workers and others find each other, on whatever host; None: they share folders."""
+        self.new_rendezvous: Callable[[], RendezvousStore] | None = None
+        """Makes a store for these workers and others, on whatever host; None: they share folders."""
         self._abandoned = weakref.finalize(self, _abandon, self.workers, store, self._owner)
 
     def call(

@@ -1,4 +1,4 @@
-"""Runs this rank's worker of a world that torchrun started, in the user's process."""
+"""Runs this rank's worker of a world that torchrun or Slurm's srun started, in the user's process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.inline import start_inline
+from rlcore.engines.launchers.slurm import use_slurm_variables
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError
 from rlcore.process.network_interface import address_in_world, use_interface_of
@@ -23,6 +24,7 @@ class TorchrunLauncher(Launcher):
     def start(
         self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
     ) -> WorkerGroup:
+        use_slurm_variables(os.environ)
         if _num_ranks_here() < int(os.environ.get("WORLD_SIZE", "1")):
             use_interface_of(address_in_world())
         context = _context(options.engine, [name for placement in placements for name in placement.devices])
@@ -36,6 +38,7 @@ def num_hosts(num_workers: int | None) -> int:
     Raises:
         InvalidInputError: the hosts of the world have different numbers of ranks.
     """
+    use_slurm_variables(os.environ)
     size, here = int(os.environ.get("WORLD_SIZE", "1")), _num_ranks_here()
     if num_workers != size or size == here:
         return 1
@@ -54,7 +57,10 @@ def _num_ranks_here() -> int:
 def _context(engine: str, device_names: list[str]) -> WorkerContext:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
-        raise InvalidInputError(f"launcher 'torchrun' needs the variables torchrun sets; absent: {', '.join(missing)}")
+        raise InvalidInputError(
+            f"launcher 'torchrun' needs the variables that torchrun sets, or srun for several tasks; absent: "
+            f"{', '.join(missing)}"
+        )
     rank, world_size, local_rank = (int(os.environ[name]) for name in _VARIABLES)
     if len(device_names) not in (1, world_size):
         raise InvalidInputError(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rlcore.collectives.gloo_listener import GlooListener
 from rlcore.device import Device
-from rlcore.engines.launchers.ray.places import is_on_board
+from rlcore.engines.launchers.ray.store_names import is_ray_store
 
 _NAMES_EACH = 1_000_000
 """Torch names groups by counting. Names must agree among ranks and differ within a process, so that each world counts
@@ -36,7 +36,7 @@ class Member(Protocol):
 
     @property
     def store(self) -> str:
-        """A folder, or a place on the board, through which the ranks find each other; "" in a world of torchrun."""
+        """A folder, or a part of Ray's store actor, through which ranks find each other; "" in a world of torchrun."""
 
     @property
     def device(self) -> Device: ...
@@ -127,10 +127,10 @@ class World:
         if member.joins_torchrun:
             store, _, _ = next(dist.rendezvous("env://", member.rank, member.world_size, timeout=timeout))
             return dist.PrefixStore(f"rlcore/{member.number}/{self._num_made}", store)
-        if is_on_board(member.store):
-            from rlcore.engines.launchers.ray.store import BoardStore
+        if is_ray_store(member.store):
+            from rlcore.engines.launchers.ray.actor_store import ActorStore
 
-            self._stores.append(BoardStore(f"{member.store}/{self._num_made}", timeout.total_seconds()))
+            self._stores.append(ActorStore(f"{member.store}/{self._num_made}", timeout.total_seconds()))
             return self._stores[-1]
         store = dist.FileStore(f"{member.store}/{self._num_made}", member.world_size)
         store.set_timeout(timeout)

@@ -18,8 +18,6 @@ ends check all that comes; nothing is unpickled.
 
 from __future__ import annotations
 
-import itertools
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
@@ -43,7 +41,7 @@ from rlcore.engines.weight_sync.channels.control import (
 )
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, SpmdPeers, SyncPeers
-from rlcore.engines.weight_sync.channels.shared_store import SharedStore
+from rlcore.engines.weight_sync.channels.shared_store import SharedStore, common_stores
 from rlcore.engines.weight_sync.messages import decoded
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors, NamedTensors
 from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
@@ -142,15 +140,9 @@ class WeightSender:
             raise InvalidInputError("WeightSender needs a control channel, got an empty list")
         if sharded is not None:
             own, remote = (SpmdPeers(one, self._all_gather, dist.get_rank()) for one in (own, remote))
-        self._session = SyncSession(own, remote, SharedStore if sharded is None else self._new_common_store())
+        self._session = SyncSession(own, remote, SharedStore if sharded is None else _stores_of_ranks(self._all_gather))
         self._receivers = [end for end in _listed(control) if isinstance(end, WeightReceiver)]
         self._version = 0
-
-    def _new_common_store(self) -> Callable[[], SharedStore]:
-        """Return what makes the store of each process group, by one name on all ranks."""
-        name = self._all_gather(uuid.uuid4().bytes)[0].hex()
-        numbers = itertools.count()
-        return lambda: SharedStore(f"{name}/{next(numbers)}", store_of(dist.group.WORLD))
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return all_gather_bytes(data, self._device.torch_device)
@@ -162,6 +154,7 @@ class WeightSender:
         route: Route | None = None,
         staged: bool = False,
         verify: bool = False,
+        delta: bool = False,
         staging_bytes: int | None = None,
         slab_bytes: int | None = None,
         timeout_s: float = 120.0,
@@ -183,6 +176,7 @@ class WeightSender:
             route=route,
             is_staged=staged,
             is_verified=verify,
+            is_delta=delta,
             staging_bytes=staging_bytes_of(staging_bytes, slab_bytes),
             timeout_s=timeout_s,
         )
@@ -308,6 +302,10 @@ class WeightReceiver:
     def close(self) -> None:
         """Let go of what belongs to the sender."""
         self._receiver.close()
+
+
+def _stores_of_ranks(all_gather: Callable[[bytes], list[bytes]]) -> Callable[[], SharedStore]:
+    return common_stores(all_gather, lambda: store_of(dist.group.WORLD))
 
 
 def _peers(control: Control | WeightReceiver | Sequence[Control | WeightReceiver]) -> SyncPeers:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import msgspec
 import typer
 
 from rlcore import __version__
@@ -25,11 +26,13 @@ from rlcore.cli.bench import bench
 from rlcore.cli.chaos import chaos
 from rlcore.cli.checkpoint import checkpoint
 from rlcore.cli.console import PLAIN, AsJson, DeviceName, given_path, print_json, print_table
+from rlcore.cli.plan import plan
 from rlcore.errors import RlcoreError, printable
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
+    from rlcore.engines.launchers.ray.listing import ListedProcess
     from rlcore.engines.launchers.running import RunningProcess
 
 _INTERRUPTED = 130
@@ -40,6 +43,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(ops, name="ops")
 app.command("chaos")(chaos)
+app.command("plan")(plan)
 
 
 def main() -> None:
@@ -112,6 +116,9 @@ def quickstart(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in the output folder, with the options that it has.")
     ] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="How the engines' workers run, such as process, or ray.", show_default="inline")
+    ] = None,
     shuffle_rewards: Annotated[
         bool | None, typer.Option("--shuffle-rewards", help="The control that learns nothing.", show_default=False)
     ] = None,
@@ -125,6 +132,7 @@ def quickstart(
         "model": model and model.absolute(),
         "device": device,
         "executor": executor,
+        "launcher": launcher,
         "seed": seed,
         "threads": threads,
         "steps": steps,
@@ -219,17 +227,44 @@ def _print_findings(rows: list[list[str]]) -> None:
 @app.command()
 def ps(
     as_json: AsJson = False,
-    kill: Annotated[int | None, typer.Option(help="End the worker process with this id.", metavar="PID")] = None,
+    kill: Annotated[
+        int | None, typer.Option(help="End the worker process of this host with this id.", metavar="PID")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help='List those of all hosts of the Ray cluster there; "auto" is that of this host.')
+    ] = None,
 ) -> None:
     """List your worker processes, or end one; its engine then raises WorkerDiedError."""
     from rlcore.engines.launchers import running
 
+    if address is not None:
+        if kill is not None:
+            raise typer.BadParameter("run it on the host of the process, without --address", param_hint="--kill")
+        _list_cluster(address, as_json)
+        return
     found = running.running_processes() if kill is None else [running.kill(kill)]
     if as_json:
         print_json([_worker(process) for process in found])
         return
     header = ["pid" if kill is None else "ended", "parent", "device", "engines", "memory", "age"]
     print_table(header, [_worker_row(process) for process in found])
+
+
+def _list_cluster(address: str, as_json: bool) -> None:
+    """Print the worker processes of all hosts; exit code 1 when one of them could not be asked."""
+    import_torch()
+    from rlcore.engines.launchers.ray.listing import processes_of_cluster
+
+    listings = processes_of_cluster(address)
+    if as_json:
+        print_json([msgspec.to_builtins(listing) for listing in listings])
+    else:
+        header = ["host", "pid", "parent", "device", "engines", "memory", "age"]
+        print_table(header, [[one.host, *_worker_row(process)] for one in listings for process in one.processes])
+        for one in listings:
+            if one.error:
+                print(printable(f"{one.host} could not be asked: {one.error}"), file=sys.stderr)
+    raise typer.Exit(int(any(one.error for one in listings)))
 
 
 @app.command()
@@ -303,6 +338,6 @@ def _worker(process: RunningProcess) -> dict[str, Any]:
     }
 
 
-def _worker_row(process: RunningProcess) -> list[str]:
+def _worker_row(process: RunningProcess | ListedProcess) -> list[str]:
     memory, age = f"{process.resident_bytes / 2**20:.0f} MiB", str(timedelta(seconds=int(process.age_s)))
     return [str(process.pid), str(process.parent), process.device, ", ".join(process.engines), memory, age]

@@ -29,6 +29,9 @@ class QuickstartConfig:
     """A name such as "cuda:1"; None is the choice of ``rlcore.get_device()``."""
     executor: str = "hf"
     """The inference executor that samples: "hf" or "vllm"."""
+    launcher: str | None = None
+    """How the engines' workers run, such as "process" or "ray", which does not change the curve; None runs them in the
+    program's own process."""
     seed: int = 0
     """Seed of the splits, the initial weights and all sampling; in [0, 2**63)."""
     threads: int | None = None
@@ -53,6 +56,7 @@ class QuickstartConfig:
             'a name such as "cpu" or "cuda:1", or None',
         )
         self._require("executor", _is_word(self.executor), 'the name of an inference executor, such as "hf" or "vllm"')
+        self._require("launcher", self.launcher is None or _is_word(self.launcher), "the name of a launcher, or None")
         self._require("seed", type(self.seed) is int and 0 <= self.seed <= _MAX_SEED, "a whole number in [0, 2**63)")
         self._require(
             "threads",
@@ -76,7 +80,9 @@ class QuickstartConfig:
     def from_json(cls, data: bytes) -> QuickstartConfig:
         """Read the JSON of ``to_json``. Raises CheckpointError for anything else."""
         try:
-            found = {"simulation": ""} | msgspec.json.decode(data, type=dict[str, Any])  # which older runs do not have
+            found = {"simulation": "", "launcher": None} | msgspec.json.decode(
+                data, type=dict[str, Any]
+            )  # which older runs do not have
             names = {field.name for field in dataclasses.fields(cls)}
             if found.keys() != names:
                 raise CheckpointError(f"it must have the fields {sorted(names)}, and has {sorted(found)}")
@@ -114,7 +120,7 @@ class QuickstartConfig:
     def differences(self, other: QuickstartConfig) -> list[str]:
         """Return the differences that make ``other`` another run with another curve, such as ``["seed 0, not 1"]``.
 
-        The device, the threads, the folder and a larger number of steps do not matter.
+        The device, the launcher, the threads, the folder and a larger number of steps do not matter.
         """
         return [
             f"{name} {_shown(ours)}, not {_shown(theirs)}"

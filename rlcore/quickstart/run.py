@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ class Quickstart:
         """Run all steps. Raises Interrupted between two steps, with everything saved."""
         with self.train, self.infer:
             self.display.doing("loading the model and starting the trainer")
-            self.train.build(devices=self.config.device)
+            self.train.build(devices=self.config.device, launcher=self.config.launcher)
             self.build_sampler()
             self.interrupt.has_begun = True
             if self.config.resume:
@@ -81,7 +82,8 @@ class Quickstart:
         if self.config.executor != "hf":
             self.display.note(f"starting the sampler, {self.config.executor}: 10 s to a minute")
         is_small = self.config.executor == "vllm" and self.config.model is None
-        self.infer.build(colocate_with=self.train, dtype="float32", **(SMALL_VLLM if is_small else {}))
+        options = SMALL_VLLM if is_small else {}
+        self.infer.build(colocate_with=self.train, launcher=self.config.launcher, dtype="float32", **options)
 
     def imitate(self) -> None:
         """Supervised warm-start: imitate the forgetful teacher until sampled answers are nearly half right."""
@@ -214,13 +216,17 @@ class Quickstart:
 
 @contextlib.contextmanager
 def host_threads(config: QuickstartConfig) -> Iterator[None]:
-    """Let torch compute with the threads of ``config`` on the host."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads or (1 if config.model is None else before))
+    """Let torch compute with the threads of ``config`` on the host, here and in worker processes."""
+    before, of_workers = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    threads = config.threads or (1 if config.model is None else before)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        del os.environ["OMP_NUM_THREADS"]
+        os.environ |= {} if of_workers is None else {"OMP_NUM_THREADS": of_workers}
 
 
 def with_simulation(config: QuickstartConfig) -> QuickstartConfig:

@@ -7,6 +7,7 @@ threads, so that a worker can be looked at and ended while it computes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
@@ -28,10 +29,10 @@ from rlcore.engines.launchers.messages import Kind
 from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.process import in_front, owner_of, worker_environment
 from rlcore.engines.launchers.ray._ray_private import has_token
-from rlcore.engines.launchers.ray.board_socket import BoardSocket
-from rlcore.engines.launchers.ray.heart import BEAT_S, SILENCE_S
+from rlcore.engines.launchers.ray.actor_store import STORE_SOCKET
+from rlcore.engines.launchers.ray.heartbeat import BEAT_S, SILENCE_S, START_S
 from rlcore.engines.launchers.ray.placement import split_name
-from rlcore.engines.launchers.ray.store import BOARD_SOCKET
+from rlcore.engines.launchers.ray.store_socket import StoreSocket
 from rlcore.engines.launchers.ray.wire import (
     AgentAnswer,
     HostFacts,
@@ -98,9 +99,9 @@ class Agent:
         self._early: dict[int, tuple[Posted, bytes, tuple[Any, ...]]] = {}
         self._next = 0
         self._taking = threading.Lock()
-        self._heard = time.monotonic()
-        self._board: BoardSocket | None = None
-        self._board_path = new_store() / "board.sock"
+        self._heard = time.monotonic() + START_S - SILENCE_S  # the program may wait for other hosts first
+        self._store: StoreSocket | None = None
+        self._store_path = new_store() / "store.sock"
         # It waits a little longer than the program, which can say what it saw.
         command = python_command("rlcore.engines.launchers.ray.watchdog:watch", os.getpid(), SILENCE_S + 2 * BEAT_S)
         self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -109,7 +110,8 @@ class Agent:
     def _live(self) -> None:
         assert self._watchdog.stdin is not None
         while time.monotonic() - self._heard < SILENCE_S:
-            os.write(self._watchdog.stdin.fileno(), b".")
+            with contextlib.suppress(OSError):  # somebody has ended the watchdog
+                os.write(self._watchdog.stdin.fileno(), b".")
             time.sleep(BEAT_S)
         os._exit(1)  # the program is gone, or cut off: the guards end the workers
 
@@ -157,11 +159,12 @@ class Agent:
         return b""
 
     @_answered
-    def use_board(self, board: Any) -> bytes:
-        """Take the workers' questions to this board."""
+    def use_store(self, actor: Any) -> bytes:
+        """Take the workers' questions to this store actor, which may take the place of one that has died."""
         with self._taking:
-            if self._board is None:
-                self._board = BoardSocket(self._board_path, board)
+            if self._store is None:
+                self._store = StoreSocket(self._store_path, actor)
+            self._store.actor = actor
         return b""
 
     @_answered
@@ -177,8 +180,18 @@ class Agent:
 
     @_answered
     def open(self, request: bytes) -> bytes:
-        """Return ``Opened``: the process of a worker, which is to be started by a message."""
-        opening = decoded(request, Opening, "request")
+        """Take a list of ``Opening``; return ``Opened`` for each, the process of a worker that a message will start."""
+        opened: list[Opened] = []
+        try:
+            for opening in decoded(request, list[Opening], "request"):
+                opened.append(self._open(opening))
+        except BaseException:
+            for one in opened:
+                self._processes[one.process].forget(one.worker)
+            raise
+        return encoded(opened)
+
+    def _open(self, opening: Opening) -> Opened:
         local = tuple(split_name(name)[1] for name in opening.devices)
         local_name, order = in_front(local) if opening.owns_process else ("", {})
         context = WorkerContext(
@@ -186,19 +199,17 @@ class Agent:
         )
         with joining:
             owner = owner_of(context) if opening.owns_process else ""
-            environment = _environment(opening) | order | {BOARD_SOCKET: str(self._board_path)}
+            environment = _environment(opening) | order | {STORE_SOCKET: str(self._store_path)}
             process = process_for(local[0], environment, owner, opening.python, self._print_line)
             number = self._number_of(process)
             worker = process.new_worker(context)
             self._contexts[number, worker] = context
-        return encoded(
-            Opened(
-                process=number,
-                worker=worker,
-                pid=process.pid,
-                name=process.name,
-                local_name=local_name or local[0],
-            )
+        return Opened(
+            process=number,
+            worker=worker,
+            pid=process.pid,
+            name=process.name,
+            local_name=local_name or local[0],
         )
 
     def _number_of(self, process: WorkerProcess) -> int:
@@ -220,9 +231,9 @@ class Agent:
         posted = decoded(head, Posted, "head")
         with self._taking:
             self._early[posted.order] = posted, body, tensors
-            while self._next in self._early:
-                self._take(*self._early.pop(self._next))
+            while (message := self._early.pop(self._next, None)) is not None:
                 self._next += 1
+                self._take(*message)
 
     def _take(self, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
         process = self._processes[posted.process]
@@ -232,7 +243,10 @@ class Agent:
             if (answer := self._calls.get((posted.process, posted.call))) is not None:
                 process.cancel(answer)
         else:
-            self._call(process, posted, body, tensors)
+            try:
+                self._call(process, posted, body, tensors)
+            except Exception as error:  # the caller must hear of it, and what was posted later must go on
+                self._said.put((Said("error", posted.process, posted.call, encoded(describe(error))), []))
 
     def _call(self, process: WorkerProcess, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
         key = posted.process, posted.call

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import secrets
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlcore import __version__
 from rlcore.engines.launchers.base import Host
+from rlcore.engines.launchers.ray._ray_private import plain_bytes
 from rlcore.engines.launchers.ray.agent import Agent
-from rlcore.engines.launchers.ray.board import Board
 from rlcore.engines.launchers.ray.hosts import hosts_of
-from rlcore.engines.launchers.ray.link import HostLink
-from rlcore.engines.launchers.ray.meeting import BoardPlace
+from rlcore.engines.launchers.ray.link import ASK_S, HostLink
+from rlcore.engines.launchers.ray.rendezvous import StoreRendezvous
+from rlcore.engines.launchers.ray.store_actor import ActorStoreRequest, StoreActor
 from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
 from rlcore.engines.launchers.ray.watchdog import MARK
+from rlcore.engines.launchers.ray.wire import encoded
 from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError, StateError, first_line
 from rlcore.process.python_command import python_command
 from rlcore.registry import registry
 
 _lock = threading.RLock()
 _clusters: list[Cluster] = []
-"""The cluster of this program, once there is one."""
+"""The cluster of this program, once there is one. A fork of the program has none, and cannot use its threads."""
+os.register_at_fork(after_in_child=_clusters.clear)
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 _WAITING_RANKS = 100_000
-"""How many questions the board may hold at one time; one that waits costs no thread."""
+"""How many questions the store actor may hold at one time; one that waits costs no thread."""
 _LOCAL = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -51,13 +57,17 @@ class Cluster:
         self._ray = ray
         self._is_insecure = is_insecure
         self._links: dict[str, HostLink] = {}
-        self._board: Any = None
+        self._store: Any = None
 
     def hosts(self) -> list[Host]:
         return [host for host, _ in hosts_of(self._ray.nodes())]
 
     def link(self, name: str) -> HostLink:
-        """Return the link to the agent of a host; start it if there is none.
+        """Return the link to the agent of a host; see ``links``."""
+        return self.links([name])[name]
+
+    def links(self, names: Sequence[str]) -> dict[str, HostLink]:
+        """Return the links to the agents of hosts; start those that are missing, all at once.
 
         Raises:
             DeviceError: the cluster has no such host, or the agent does not start there.
@@ -65,31 +75,39 @@ class Cluster:
             InvalidInputError: the host has another version of rlcore.
         """
         with _lock:
-            if name not in self._links:
-                link = self._started(name)
-                try:
-                    self._check(link)
-                except BaseException:
-                    link.lose("it is refused")
-                    raise
-                self._links[name] = link
-            return self._links[name]
+            missing = [name for name in names if name not in self._links]
+            hosts = {host.name: (host, node) for host, node in hosts_of(self._ray.nodes())} if missing else {}
+            if absent := [name for name in missing if name not in hosts]:
+                raise DeviceError(
+                    f"the cluster has no host {absent[0]!r} any more; it has {', '.join(hosts) or 'none'}"
+                )
+            actors = {name: _agent_actor(self._ray, hosts[name][1]) for name in missing}
+            try:
+                while actors:
+                    name = next(iter(actors))
+                    self._links[name] = self._link(*hosts[name], actors[name])
+                    del actors[name]
+            finally:
+                for actor in actors.values():  # of a host that was not reached
+                    self._ray.kill(actor)
+            return {name: self._links[name] for name in names}
 
-    def _started(self, name: str) -> HostLink:
-        hosts = {host.name: (host, node) for host, node in hosts_of(self._ray.nodes())}
-        if name not in hosts:
-            raise DeviceError(f"the cluster has no host {name!r} any more; it has {', '.join(hosts) or 'none'}")
-        host, node = hosts[name]
-        actor = _actor(self._ray, node)
+    def _link(self, host: Host, node: dict[str, Any], actor: Any) -> HostLink:
+        is_own_node = node["NodeID"] == self._ray.get_runtime_context().get_node_id()
         try:
-            return HostLink(name, actor, self._forget)
+            link = HostLink(host.name, actor, self._forget, is_own_node=is_own_node)
         except StateError as error:
-            self._ray.kill(actor)
             raise DeviceError(
-                f"no agent started on host {name} ({host.address}): {first_line(error)}. It takes all accelerators of "
-                "its host, so that another program of the cluster that holds some keeps it waiting (`ray status`); or "
-                "rlcore is not installed there"
+                f"no agent started on host {host.name} ({host.address}): {first_line(error)}. It takes all "
+                "accelerators of its host, so that another program of the cluster that holds some keeps it waiting "
+                "(`ray status`); or rlcore is not installed there, as Ray's log says (/tmp/ray/session_latest/logs)"
             ) from error
+        try:
+            self._check(link)
+        except BaseException:
+            link.lose("it is refused")
+            raise
+        return link
 
     def _check(self, link: HostLink) -> None:
         if link.facts.rlcore_version != __version__:
@@ -104,14 +122,15 @@ class Cluster:
                 "reaches, rlcore.init(insecure_cluster=True) accepts it"
             )
 
-    def meet(self) -> BoardPlace:
-        """Return a new place on the board, an actor on the host of the program, which workers of all hosts reach."""
+    def new_rendezvous(self) -> StoreRendezvous:
+        """Return a new part of the store actor, on the program's own host, which workers of all hosts reach."""
         with _lock:
-            if self._board is None:
-                self._board = _board_actor(self._ray)
-            for link in self._links.values():
-                link.use_board(self._board)
-            return BoardPlace(self._board)
+            if self._store is None or not _answers(self._store):
+                self._store = _store_actor(self._ray)
+            for link in list(self._links.values()):
+                with contextlib.suppress(StateError):  # of a host that is lost; those who are called there will say so
+                    link.use_store(self._store)
+            return StoreRendezvous(self._store)
 
     def _forget(self, link: HostLink) -> None:
         if self._links.get(link.host) is link:
@@ -121,15 +140,15 @@ class Cluster:
         """End all agents, and with them their workers; leave the cluster, and end a local one."""
         for link in list(self._links.values()):
             link.lose("the user's program ends")
-        if self._board is not None:
+        if self._store is not None:
             with contextlib.suppress(Exception):
-                self._ray.kill(self._board)
+                self._ray.kill(self._store)
         if self._is_own:
             with contextlib.suppress(Exception):
                 self._ray.shutdown()
 
 
-def _actor(ray: Any, node: dict[str, Any]) -> Any:
+def _agent_actor(ray: Any, node: dict[str, Any]) -> Any:
     """Start an agent on a node. It takes the node's accelerators whole, as Ray does not say which of them are free."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -154,12 +173,21 @@ def _actor(ray: Any, node: dict[str, Any]) -> Any:
     return ray.remote(Agent).options(**options).remote()
 
 
-def _board_actor(ray: Any) -> Any:
+def _store_actor(ray: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": here}
-    return ray.remote(Board).options(**options, max_concurrency=_WAITING_RANKS).remote()
+    return ray.remote(StoreActor).options(**options, max_concurrency=_WAITING_RANKS).remote()
+
+
+def _answers(store: Any) -> bool:
+    """Return True if the store actor lives."""
+    try:
+        plain_bytes(store.ask.remote(encoded(ActorStoreRequest("check", []))), ASK_S)
+    except Exception:  # Ray says it in many ways
+        return False
+    return True
 
 
 def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster:
@@ -195,6 +223,17 @@ def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster
         return cluster
 
 
+@contextlib.contextmanager
+def joined(address: str) -> Iterator[Any]:
+    """Join the cluster at ``address`` for the block, which gets the module ``ray``. Raises as ``connect``."""
+    ray = _import_ray()
+    _join(ray, address)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
 def disconnect() -> None:
     """End this program's agents; afterwards it can connect to another cluster."""
     with _lock:
@@ -220,7 +259,7 @@ def _import_ray() -> Any:
 
 def _join(ray: Any, address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(
             f"no Ray cluster can be joined at {address!r}: {first_line(error)}; start one with `ray start --head`, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +16,24 @@ def hosts_of(nodes: Sequence[dict[str, Any]]) -> list[tuple[Host, dict[str, Any]
 
     A host has the name that its ``ray start --node-name`` gave, else its host name. Of two alike the second gets "-2".
     """
-    alive = sorted((node for node in nodes if node["Alive"]), key=lambda node: (_given_name(node), node["NodeID"]))
+    alive = sorted((node for node in nodes if node["Alive"]), key=_order)
     names = _unique([_given_name(node) for node in alive])
     found = [
-        Host(name=name, address=node["NodeManagerAddress"], counts=counts_of(node["Resources"]))
+        Host(
+            name=name,
+            address=node["NodeManagerAddress"],
+            counts=counts_of(node["Resources"]),
+            labels=dict(node.get("Labels") or {}),
+        )
         for name, node in zip(names, alive, strict=True)
     ]
     return list(zip(found, alive, strict=True))
+
+
+def _order(node: dict[str, Any]) -> tuple[list[tuple[int, str]], str]:
+    """Sort host-2 before host-10."""
+    parts = re.findall(r"\d+|\D+", _given_name(node))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts], node["NodeID"]
 
 
 def _given_name(node: dict[str, Any]) -> str:

@@ -13,9 +13,10 @@ from rlcore.engines.launchers.group import WorkerGroup, sending
 from rlcore.engines.launchers.process import ProcessWorker
 from rlcore.engines.launchers.ray.cluster import Cluster, connect
 from rlcore.engines.launchers.ray.link import HostLink
-from rlcore.engines.launchers.ray.meeting import BoardPlace, HostStore
 from rlcore.engines.launchers.ray.placement import split_name
-from rlcore.engines.launchers.ray.wire import Opening
+from rlcore.engines.launchers.ray.remote_process import RemoteProcess
+from rlcore.engines.launchers.ray.rendezvous import FolderRendezvous, StoreRendezvous
+from rlcore.engines.launchers.ray.wire import Opened, Opening
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError
 
@@ -35,43 +36,69 @@ class RayLauncher(Launcher):
     def start(
         self, worker_class: type[Any], placements: Sequence[WorkerPlacement], options: LaunchOptions
     ) -> WorkerGroup:
-        hosts = [_host_of(placement) for placement in placements]
+        ranks = _ranks_by_host(placements)
         cluster = connect()
-        links = {host: cluster.link(host) for host in dict.fromkeys(hosts)}
-        meeting = _meeting(cluster, links)
+        links = cluster.links(list(ranks))
+        rendezvous = _rendezvous(cluster, links)
         group = WorkerGroup(options.engine, options.timeout_s)
-        if len(cluster.hosts()) > 1:
-            group.meet = cluster.meet
-        group.keep_until_end(meeting)
-        number, on_host = next(engine_numbers), _by_host(placements)
+        addresses = {host.name: host.address for host in cluster.hosts()}
+        if len(addresses) > 1:
+            group.new_rendezvous = cluster.new_rendezvous
+        group.keep_until_end(rendezvous)
+        openings = _openings(placements, ranks, options, links, addresses if len(addresses) > 1 else {})
+        opened: dict[int, tuple[RemoteProcess, Opened]] = {}
         try:
             with sending:
-                for rank, (host, placement) in enumerate(zip(hosts, placements, strict=True)):
-                    opening = Opening(
-                        engine=options.engine,
-                        number=number,
-                        rank=rank,
-                        world_size=len(placements),
-                        devices=placement.devices,
-                        on_this_host=on_host[host],
-                        owns_process=options.owns_process,
-                        python=options.python,
-                        environment=_carried(links[host]),
-                        interface=_address(cluster, host),
+                for host, on_host in ranks.items():
+                    opened |= zip(on_host, links[host].open([openings[rank] for rank in on_host]), strict=True)
+                for rank, opening in enumerate(openings):
+                    process, told = opened[rank]
+                    context = _context(opening, told, rendezvous.path)
+                    started = process.start(told.worker, worker_class, context, options.timeout_s)
+                    group.workers.append(
+                        ProcessWorker(
+                            worker_class, context, options.timeout_s, process, number=told.worker, started=started
+                        )
                     )
-                    group.workers.append(_started(links[host], opening, worker_class, meeting.path, options))
             group.wait_until_started([worker.started for worker in group.workers])
         except BaseException:  # Ctrl-C too: no worker is left
+            for rank in opened.keys() - set(range(len(group.workers))):  # such as of a class that cannot be pickled
+                process, told = opened[rank]
+                process.forget(told.worker)
             group.stop()
             raise
         return group
 
 
-def _started(
-    link: HostLink, opening: Opening, worker_class: type[Any], store: str, options: LaunchOptions
-) -> ProcessWorker:
-    process, opened = link.open(opening)
-    context = WorkerContext(
+def _openings(
+    placements: Sequence[WorkerPlacement],
+    ranks: dict[str, list[int]],
+    options: LaunchOptions,
+    links: dict[str, HostLink],
+    addresses: dict[str, str],
+) -> list[Opening]:
+    """Return what is asked of the agents, by rank. Without addresses workers talk through the loopback interface."""
+    number = next(engine_numbers)
+    return [
+        Opening(
+            engine=options.engine,
+            number=number,
+            rank=rank,
+            world_size=len(placements),
+            devices=placement.devices,
+            on_this_host=[split_name(name)[1] for one in ranks[host] for name in placements[one].devices],
+            owns_process=options.owns_process,
+            python=options.python,
+            environment=_carried(links[host]),
+            interface=addresses.get(host, ""),
+        )
+        for rank, placement in enumerate(placements)
+        for host in [_host_of(placement)]
+    ]
+
+
+def _context(opening: Opening, opened: Opened, store: str) -> WorkerContext:
+    return WorkerContext(
         opening.engine,
         opening.rank,
         opening.world_size,
@@ -80,21 +107,15 @@ def _started(
         opening.devices,
         opened.local_name,
         store,
-        host=link.host,
+        host=split_name(opening.devices[0])[0],
     )
-    try:
-        started = process.start(opened.worker, worker_class, context, options.timeout_s)
-    except BaseException:  # such as a class that cannot be pickled
-        process.forget(opened.worker)
-        raise
-    return ProcessWorker(worker_class, context, options.timeout_s, process, number=opened.worker, started=started)
 
 
-def _meeting(cluster: Cluster, links: dict[str, HostLink]) -> HostStore | BoardPlace:
+def _rendezvous(cluster: Cluster, links: dict[str, HostLink]) -> FolderRendezvous | StoreRendezvous:
     if len(links) > 1:
-        return cluster.meet()
+        return cluster.new_rendezvous()
     (link,) = links.values()
-    return HostStore(link)
+    return FolderRendezvous(link)
 
 
 def _host_of(placement: WorkerPlacement) -> str:
@@ -111,17 +132,11 @@ def _host_of(placement: WorkerPlacement) -> str:
     return host
 
 
-def _by_host(placements: Sequence[WorkerPlacement]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for placement in placements:
-        found[_host_of(placement)] += [split_name(name)[1] for name in placement.devices]
+def _ranks_by_host(placements: Sequence[WorkerPlacement]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank, placement in enumerate(placements):
+        found[_host_of(placement)].append(rank)
     return found
-
-
-def _address(cluster: Cluster, name: str) -> str:
-    """Return the address at which the workers of this host can be reached; "" where the cluster has no other host."""
-    hosts = cluster.hosts()
-    return "" if len(hosts) == 1 else next(host.address for host in hosts if host.name == name)
 
 
 def _carried(link: HostLink) -> dict[str, str]:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from rlcore.engines.launchers.logs import print_line
 from rlcore.engines.launchers.ray._ray_private import plain_bytes
-from rlcore.engines.launchers.ray.heart import Heart
-from rlcore.engines.launchers.ray.remote import RemoteProcess
+from rlcore.engines.launchers.ray.agent import Agent
+from rlcore.engines.launchers.ray.heartbeat import START_S, Heartbeat
+from rlcore.engines.launchers.ray.remote_process import RemoteProcess
 from rlcore.engines.launchers.ray.wire import (
     AgentAnswer,
     HostFacts,
@@ -40,8 +41,6 @@ from rlcore.tensor_data import dtype_name, host_bytes
 if TYPE_CHECKING:
     from rlcore.engines.launchers.failures import WorkerFailure
 
-START_S = 120.0
-"""How long an agent gets to start: Ray starts a process for it, which imports torch."""
 ASK_S = 10.0
 _STACK_S = 5.0
 
@@ -52,25 +51,32 @@ class HostLink:
     Args:
         actor: Ray's handle of the agent.
         on_loss: called once when the host is lost.
+        is_own_node: Ray has started the agent on the program's own node.
     """
 
-    def __init__(self, host: str, actor: Any, on_loss: Callable[[HostLink], None]) -> None:
+    def __init__(
+        self, host: str, actor: Any, on_loss: Callable[[HostLink], None], *, is_own_node: bool = False
+    ) -> None:
         self.host = host
         self._actor = actor
         self._on_loss = on_loss
         self._processes: dict[int, RemoteProcess] = {}
         self._lock = threading.RLock()
+        self._ended_early: set[int] = set()
         self._order = 0
         self.why_lost = ""
-        self.facts = decoded(self.ask("facts", timeout_s=START_S), HostFacts, "facts")
-        self.is_here = self.facts.machine == f"{boot_id()}/{pid_namespace()}"
-        """The agent runs on the program's own machine, where its process can be ended directly."""
-        self._heart = Heart(self)
+        self.facts = decoded(self.ask(Agent.facts, timeout_s=START_S), HostFacts, "facts")
+        # What an agent says of itself is believed on the program's own node alone: its process is ended by its id.
+        self.is_here = is_own_node and self.facts.machine == f"{boot_id()}/{pid_namespace()}"
+        """The agent runs beside the program, with whose environment it starts workers."""
+        self._agent_process = os.pidfd_open(self.facts.pid) if self.is_here else None
+        self._store: Any = None
+        self._heartbeat = Heartbeat(self)
         threading.Thread(target=self._receive, name=f"rlcore-{host}", daemon=True).start()
 
     # ---------------------------------------------------------------------------------------------- asking
 
-    def ask(self, method: str, *arguments: Any, timeout_s: float = ASK_S) -> bytes:
+    def ask(self, method: Callable[..., bytes], *arguments: Any, timeout_s: float = ASK_S) -> bytes:
         """Call a method of the agent, and return its answer.
 
         Raises:
@@ -83,14 +89,14 @@ class HostLink:
             raise _error_of(outcome.failure, self.host)
         return outcome.value
 
-    def ask_plain(self, method: str, *arguments: Any, timeout_s: float | None) -> bytes | memoryview:
+    def ask_plain(self, method: Callable[..., bytes], *arguments: Any, timeout_s: float | None) -> bytes | memoryview:
         """Call a method that returns plain bytes; None waits for as long as the agent lives."""
         if self.why_lost:
             raise StateError(f"host {self.host} is lost: {self.why_lost}")
         try:
-            return plain_bytes(getattr(self._actor, method).remote(*arguments), timeout_s)
+            return plain_bytes(getattr(self._actor, method.__name__).remote(*arguments), timeout_s)
         except TimeoutError as error:
-            raise StateError(f"{method}() of its agent did not end within {timeout_s:g} s") from error
+            raise StateError(f"{method.__name__}() of its agent did not end within {timeout_s:g} s") from error
         except Exception as error:  # Ray says it in many ways, and in others after its shutdown
             raise StateError(f"its agent has ended: {first_line(error)}") from error
 
@@ -106,34 +112,44 @@ class HostLink:
 
     # ---------------------------------------------------------------------------------------------- workers
 
-    def open(self, opening: Opening) -> tuple[RemoteProcess, Opened]:
-        """Return the process of a worker, and what the agent says of it."""
-        opened = decoded(self.ask("open", encoded(opening)), Opened, "answer")
+    def open(self, openings: Sequence[Opening]) -> list[tuple[RemoteProcess, Opened]]:
+        """Return the process of each worker, and what the agent says of it."""
+        told = decoded(self.ask(Agent.open, encoded(openings), timeout_s=START_S), list[Opened], "answer")
         with self._lock:
-            if opened.process not in self._processes:
-                self._processes[opened.process] = RemoteProcess(self, opened, opening.python)
-            process = self._processes[opened.process]
-            process.engines.add(opened.worker)
-        return process, opened
+            return [(self._process(opening, opened), opened) for opening, opened in zip(openings, told, strict=True)]
+
+    def _process(self, opening: Opening, opened: Opened) -> RemoteProcess:
+        if opened.process not in self._processes:
+            self._processes[opened.process] = RemoteProcess(self, opened, opening.python)
+        process = self._processes[opened.process]
+        if opened.process in self._ended_early:
+            process.has_ended()
+        process.engines.add(opened.worker)
+        return process
 
     def stack(self, process: int) -> str:
-        return self.ask("stack", process, timeout_s=_STACK_S).decode()
+        return self.ask(Agent.stack, process, timeout_s=_STACK_S).decode()
 
-    def use_board(self, board: Any) -> None:
-        """Have the agent take its workers' questions to this board."""
-        self.ask("use_board", board)
+    def kill(self, process: int, because: str) -> None:
+        self.ask(Agent.kill, process, because)
+
+    def use_store(self, actor: Any) -> None:
+        """Have the agent take its workers' questions to this store actor."""
+        if self._store is not actor:
+            self.ask(Agent.use_store, actor)
+            self._store = actor
 
     def new_store(self) -> str:
-        return self.ask("new_store").decode()
+        return self.ask(Agent.new_store).decode()
 
     def remove_store(self, path: str) -> None:
         with contextlib.suppress(StateError):
-            self.ask("remove_store", path)
+            self.ask(Agent.remove_store, path)
 
     def _receive(self) -> None:
         try:
             while not self.why_lost:
-                for said in decoded(self.ask_plain("receive", timeout_s=None), list[Said], "list of messages"):
+                for said in decoded(self.ask_plain(Agent.receive, timeout_s=None), list[Said], "list of messages"):
                     self._take(said)
         except Exception as error:  # the agent has ended, or sends what is no message
             self.lose(first_line(error))
@@ -144,6 +160,9 @@ class HostLink:
             return
         with self._lock:
             process = self._processes.get(said.process)
+            if process is None and said.kind == "ended":  # before the answer to ``open`` has been read
+                self._ended_early.add(said.process)
+                return
         if process is None:
             raise InvalidInputError(f"host {self.host} tells of a process {said.process} that it has not opened")
         if said.kind == "ended":
@@ -151,8 +170,9 @@ class HostLink:
         else:
             process.calls.settle(said.call, said.kind, said.body, [tensor_of(one) for one in said.tensors])
 
-    def note_stopped(self, numbers: list[int]) -> None:
-        """Take the numbers of the processes that are stopped now."""
+    def beat(self, timeout_s: float) -> None:
+        """Tell the agent that the program lives, and hear which of its processes are stopped. Raises as ``ask``."""
+        numbers = decoded(self.ask_plain(Agent.beat, timeout_s=timeout_s), list[int], "beat")
         with self._lock:
             for number, process in self._processes.items():
                 process.is_stopped = number in numbers
@@ -176,9 +196,10 @@ class HostLink:
 
         with contextlib.suppress(Exception):  # Ray may have been shut down
             ray.kill(self._actor)
-        if self.is_here:  # one that is stopped outlives Ray's own signal
+        if self._agent_process is not None:  # one that is stopped outlives Ray's own signal
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.facts.pid, signal.SIGKILL)
+                signal.pidfd_send_signal(self._agent_process, signal.SIGKILL)
+            os.close(self._agent_process)
 
 
 def _error_of(failure: WorkerFailure, host: str) -> Exception:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.engines.launchers.base import Host
 from rlcore.errors import DeviceError, InvalidInputError
+
+STRATEGIES = ("pack", "spread")
+NEAR_BY = ("ray.io/gpu-domain", "rack")
+"""Labels whose equal values mean that hosts are near each other, the nearest first: Ray's name for an NVLink domain,
+and the user's own for a rack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,11 @@ class Wishes:
     addresses: Sequence[str] | None = None
     """Addresses of the hosts that are accepted; None accepts all."""
     num_hosts: int | None = None
-    """Spread over so many hosts, alike on each; None fills one host after the other."""
+    """So many hosts, alike on each; None leaves the number to ``strategy``."""
+    strategy: str | None = None
+    """"pack", the usual one: as few hosts as will do, near each other; "spread": as many as there are, about alike."""
+    labels: Mapping[str, str] | None = None
+    """Labels that each host must have; None accepts all."""
 
 
 def assign(hosts: Sequence[Host], wishes: Wishes) -> list[str]:
@@ -43,18 +52,21 @@ def assign(hosts: Sequence[Host], wishes: Wishes) -> list[str]:
         InvalidInputError: a device that no host has, one twice, or numbers that do not go together.
         DeviceError: no host is accepted, or too few devices are left: says what each host has, and who holds it.
     """
-    accepted = _accepted(hosts, wishes.addresses)
+    _check_strategy(wishes)
+    accepted = _labelled(_accepted(hosts, wishes.addresses), wishes.labels)
     held = wishes.held or {}
     by_host = _candidates(hosts, accepted, wishes)
     free = {host: [name for name in names if name not in held] for host, names in by_host.items()}
     if wishes.num_hosts is not None:
-        return _spread(free, by_host, wishes)
+        return _alike(free, by_host, wishes)
     num_workers = _number(free, wishes)
     if wishes.devices is not None and wishes.is_exact:
         _check_named([name for names in by_host.values() for name in names], num_workers)
         found = [name for name in _resolved(hosts, wishes.devices) if name not in held]
+    elif wishes.strategy == "spread":
+        found = _spread(free, num_workers, wishes.group_size)
     else:
-        found = _packed(free, num_workers, wishes.group_size)
+        found = _packed(accepted, free, num_workers, wishes.group_size)
     if len(found) < num_workers:
         raise DeviceError(f"{num_workers} devices are needed and {len(found)} can be used: {_who(by_host, held)}")
     return found[:num_workers]
@@ -79,6 +91,33 @@ def _accepted(hosts: Sequence[Host], addresses: Sequence[str] | None) -> list[Ho
     return found
 
 
+def _labelled(hosts: Sequence[Host], labels: Mapping[str, str] | None) -> list[Host]:
+    if labels is None:
+        return list(hosts)
+    if not isinstance(labels, Mapping) or not all(isinstance(one, str) for pair in labels.items() for one in pair):
+        raise InvalidInputError(f"host_labels must be a dict of words such as {{'rack': 'r7'}}, got {labels!r}")
+    found = [host for host in hosts if labels.items() <= host.labels.items()]
+    if not found:
+        known = "; ".join(f"{host.name} has {_shown(host.labels)}" for host in hosts)
+        raise DeviceError(f"no accepted host has host_labels {_shown(labels)}: {known}")
+    return found
+
+
+def _shown(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items())) or "none"
+
+
+def _check_strategy(wishes: Wishes) -> None:
+    if wishes.strategy is None:
+        return
+    if wishes.strategy not in STRATEGIES:
+        raise InvalidInputError(f"strategy must be one of {', '.join(STRATEGIES)}, got {wishes.strategy!r}")
+    if wishes.is_exact or wishes.shared is not None:
+        raise InvalidInputError("build() takes strategy, or devices or colocate_with, which say the hosts themselves")
+    if wishes.num_hosts is not None and wishes.strategy == "pack":
+        raise InvalidInputError(f"build() takes strategy='pack' or num_hosts={wishes.num_hosts!r}, which spreads")
+
+
 def _address(text: str) -> object:
     try:
         return ipaddress.ip_address(str(text))
@@ -95,7 +134,9 @@ def _candidates(hosts: Sequence[Host], accepted: Sequence[Host], wishes: Wishes)
     for name in names or ():
         host = split_name(name)[0]
         if host not in found and wishes.devices is not None:
-            raise DeviceError(f"devices names {name}, and acceptable_node_ips {wishes.addresses} leaves {host} out")
+            limits = {"acceptable_node_ips": wishes.addresses, "host_labels": wishes.labels}
+            by = " and ".join(f"{limit} {value}" for limit, value in limits.items() if value is not None)
+            raise DeviceError(f"devices names {name}, and {by} leaves {host} out")
         if host in found:
             found[host].append(name)
     return found
@@ -150,14 +191,40 @@ def _check_named(names: Sequence[str], num_workers: int) -> None:
         raise InvalidInputError(f"each worker of an engine owns a device; devices names {repeated} more than once")
 
 
-def _packed(free: Mapping[str, Sequence[str]], num_workers: int, group_size: int) -> list[str]:
-    """Return the devices of the first host that has enough, else of one host after the other, in whole groups."""
-    whole = [list(names[: len(names) // group_size * group_size]) for names in free.values()]
-    alone = next((names for names in whole if len(names) >= num_workers), None)
-    return alone[:num_workers] if alone is not None else [name for names in whole for name in names][:num_workers]
+def _packed(hosts: Sequence[Host], free: Mapping[str, Sequence[str]], num_workers: int, group_size: int) -> list[str]:
+    """Return devices, in whole groups, of one host that has enough, else of hosts near each other, else of all."""
+    found: list[str] = []
+    for near in _neighbourhoods(hosts):
+        found = [name for host in near for group in _groups(free[host], group_size) for name in group]
+        if len(found) >= num_workers:
+            break
+    return found[:num_workers]
 
 
-def _spread(free: Mapping[str, Sequence[str]], by_host: Mapping[str, Sequence[str]], wishes: Wishes) -> list[str]:
+def _neighbourhoods(hosts: Sequence[Host]) -> Iterator[list[str]]:
+    """Yield the names of hosts that are near each other, the nearest first: each alone, at last all."""
+    for host in hosts:
+        yield [host.name]
+    for key in NEAR_BY:
+        for value in dict.fromkeys(host.labels[key] for host in hosts if key in host.labels):
+            yield [host.name for host in hosts if host.labels.get(key) == value]
+    yield [host.name for host in hosts]
+
+
+def _spread(free: Mapping[str, Sequence[str]], num_workers: int, group_size: int) -> list[str]:
+    """Return devices, a group of each host in turn, and those of a host beside each other."""
+    whole = {host: _groups(names, group_size) for host, names in free.items()}
+    deepest = max(map(len, whole.values()), default=0)
+    dealt = [(host, groups[turn]) for turn in range(deepest) for host, groups in whole.items() if turn < len(groups)]
+    chosen = dealt[: -(-num_workers // group_size)]
+    return [name for host in whole for of_host, group in chosen if of_host == host for name in group][:num_workers]
+
+
+def _groups(names: Sequence[str], size: int) -> list[Sequence[str]]:
+    return [names[at : at + size] for at in range(0, len(names) - size + 1, size)]
+
+
+def _alike(free: Mapping[str, Sequence[str]], by_host: Mapping[str, Sequence[str]], wishes: Wishes) -> list[str]:
     if wishes.devices is not None or wishes.shared is not None:
         raise InvalidInputError("build() takes num_hosts, or devices or colocate_with, which say the hosts themselves")
     num_hosts, num_workers = wishes.num_hosts, wishes.num_workers

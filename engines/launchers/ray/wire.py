@@ -16,7 +16,9 @@ from rlcore.decoding import decode
 from rlcore.engines.launchers.failures import WorkerFailure
 from rlcore.errors import InvalidInputError
 from rlcore.tensor_data import dtype_name, host_bytes
-from rlcore.tensor_tree import new_tensor
+from rlcore.tensor_tree import new_tensor, viewed_as
+
+PIECE_BYTES = 1 << 30
 
 T = TypeVar("T")
 
@@ -85,7 +87,8 @@ class PlainTensor(msgspec.Struct, array_like=True, frozen=True):
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    data: list[memoryview]
+    """Its bytes, in pieces: msgpack has none of 4 GiB."""
 
 
 class Said(msgspec.Struct, array_like=True, frozen=True):
@@ -122,12 +125,25 @@ def contiguous(tensors: list[Tensor]) -> list[Tensor]:
 
 def plain_tensor(tensor: Tensor) -> PlainTensor:
     """Return a contiguous tensor for a message, without a copy: who encodes the message keeps the tensor until then."""
-    return PlainTensor(dtype_name(tensor.dtype), tuple(tensor.shape), host_bytes(tensor).cast("B"))
+    data = host_bytes(tensor).cast("B")
+    pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+    return PlainTensor(dtype_name(tensor.dtype), tuple(tensor.shape), pieces)
 
 
 def tensor_of(plain: PlainTensor) -> Tensor:
-    """Return the tensor, in memory of its own."""
-    return new_tensor(plain.dtype, plain.shape, plain.data)
+    """Return the tensor, in memory of its own.
+
+    Raises:
+        InvalidInputError: its dtype, shape and bytes do not fit each other.
+    """
+    if len(plain.data) <= 1:
+        return new_tensor(plain.dtype, plain.shape, plain.data[0] if plain.data else b"")
+    joined = torch.empty(sum(map(len, plain.data)), dtype=torch.uint8)
+    memory, at = host_bytes(joined).cast("B"), 0
+    for piece in plain.data:
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
+    return viewed_as(joined, plain.dtype, plain.shape)
 
 
 def viewed(dtype: str, shape: tuple[int, ...], data: memoryview) -> Tensor:

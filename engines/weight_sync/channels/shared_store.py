@@ -6,6 +6,7 @@ answer to a call. So nothing listens for it, on any host, and nobody reaches it 
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from rlcore._torch_private import HashStore, PrefixStore, Store
-from rlcore.engines.launchers.ray.places import is_on_board
-from rlcore.engines.launchers.ray.store import BoardStore
+from rlcore.engines.launchers.ray.actor_store import ActorStore
+from rlcore.engines.launchers.ray.store_names import is_ray_store
 
 _POLL_S = 0.005
 _MOST_BYTES = 1 << 20
@@ -64,14 +65,26 @@ class SharedStore:
         _here.pop(self.path, None)
 
 
+def common_stores(all_gather: Callable[[bytes], list[bytes]], common: Callable[[], Store]) -> Callable[[], SharedStore]:
+    """Return what makes the store of each process group of all trainer ranks, who call it in one order.
+
+    Args:
+        all_gather: returns the bytes of all ranks.
+        common: returns a store that all of them reach.
+    """
+    name = all_gather(uuid.uuid4().bytes)[0].hex()
+    numbers = itertools.count()
+    return lambda: SharedStore(f"{name}/{next(numbers)}", common())
+
+
 def store_of(path: str, ask: Ask | None) -> str | Store:
     """Return what a member of a group is given as its rendezvous: a folder's path as it is, or a store.
 
     Args:
         ask: of a receiver, to which the store of a path is the sender's.
     """
-    if is_on_board(path):
-        return BoardStore(path)
+    if is_ray_store(path):
+        return ActorStore(path)
     if not path.startswith("store:"):
         return path
     return _here[path] if ask is None else AskedStore(path, ask)

@@ -120,6 +120,19 @@ def unpacking(bucket: Bucket) -> list[BucketPiece]:
     ]
 
 
+def repacking(bucket: Bucket) -> list[BucketPiece]:
+    """Return the copies from what was unpacked back into a slot; the source is the tensor that was written."""
+    return [
+        BucketPiece(
+            piece.destination,
+            piece.dtype,
+            piece.dtype,
+            Copy(copy.shape, copy.offset, copy.stride, at, dense(copy.shape)),
+        )
+        for piece, copy, at in _placed(bucket)
+    ]
+
+
 def _placed(bucket: Bucket) -> Iterator[tuple[BucketPiece, Copy, int]]:
     for piece, offset in zip(bucket.pieces, bucket.offsets, strict=True):
         yield piece, piece.copy, offset // dtype_of(piece.dtype).itemsize

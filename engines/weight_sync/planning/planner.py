@@ -78,6 +78,20 @@ class Planner:
                 return f"the trainer's rank {held.ranks[0]}: {self._unreached[held.ranks[0]]}"
         return ""
 
+    @property
+    def unreadable(self) -> str:
+        """The reason why what was sent cannot be read back of some tensor, to the bit; "" if it can."""
+        parameters, destinations = self.manifest.parameters, self.plan.destinations
+        kinds = {
+            (parameters[piece.parameter].dtype, destinations[piece.destination].dtype): piece.destination
+            for piece in self.plan.pieces
+        }
+        for (given, dtype), destination in kinds.items():
+            travels_as = _narrower(given, dtype)
+            if not _holds(dtype, travels_as):
+                return f"{destinations[destination].name} is {dtype}, and its values travel as {travels_as}"
+        return ""
+
     def _make(self, trace: LoaderTrace, excluded: dict[str, str]) -> SyncPlan:
         return make_plan(trace, excluded=excluded, distances=self._distances, spread=self._number)
 
@@ -141,6 +155,13 @@ def _distance(sender: EndpointInfo, receiver: EndpointInfo, is_reached: bool) ->
 def _narrower(first: str, second: str) -> str:
     """Return the dtype in which values travel: they are rounded at one end or the other anyway."""
     return first if dtype_of(first).itemsize <= dtype_of(second).itemsize else second
+
+
+def _holds(dtype: str, values: str) -> bool:
+    """Return True if a tensor of ``dtype`` gives back the bits of values of another dtype."""
+    own, given = dtype_of(dtype), dtype_of(values)
+    are_floats = own.is_floating_point and given.is_floating_point
+    return own == given or (are_floats and given.itemsize < own.itemsize)
 
 
 def _whole_weights(manifest: WeightManifest, weights: Sequence[int]) -> LoaderTrace:

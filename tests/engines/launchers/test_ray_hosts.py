@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ import rlcore
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.errors import DeviceError, InvalidInputError, WorkerDiedError
 from rlcore.process.status import start_time
+from tests.conftest import RunPython
 from tests.engines.ask import ask_all
 from tests.engines.train_batches import assert_same_weights, packed_batch
 
@@ -64,11 +66,11 @@ def new_trainer(policy: Any, qwen2_folder: Path) -> Callable[[], rlcore.TrainEng
     return new
 
 
-def test_workers_of_two_hosts_form_a_world_through_the_board(two_raylets: str) -> None:
+def test_workers_of_two_hosts_form_a_world_through_the_store_actor(two_raylets: str) -> None:
     group = start_workers(Worker, "e", ["host-a/cpu:0", "host-b/cpu:0"], launcher="ray", timeout_s=100)
     try:
         found = ask_all(group, "where")
-        assert [one[:3] for one in found] == [["host-a", "cpu:0", "board"], ["host-b", "cpu:0", "board"]]
+        assert [one[:3] for one in found] == [["host-a", "cpu:0", "ray-store"], ["host-b", "cpu:0", "ray-store"]]
         assert all(one[3] != "lo" for one in found), "the interface at which the other host can be reached"
         assert ask_all(group, "reduce") == [3.0, 3.0]
         assert ask_all(group, "reduce") == [3.0, 3.0]
@@ -125,3 +127,16 @@ def test_a_host_that_is_lost_is_named_and_the_other_is_left(two_raylets: str, wa
     other = start_workers(Worker, "e", ["host-a/cpu:0"], launcher="ray", timeout_s=100)
     assert ask_all(other, "where")[0][0] == "host-a"
     other.stop()
+
+
+def test_ps_lists_the_workers_of_all_hosts(two_raylets: str, run_python: RunPython, runtime_folder: Path) -> None:
+    group = start_workers(Worker, "e", ["host-a/cpu:0", "host-b/cpu:0"], launcher="ray", timeout_s=100)
+    try:
+        environment = {"RLCORE_RUNTIME": str(runtime_folder)}  # Ray's token is in this process's
+        listed = run_python(["-m", "rlcore", "ps", "--address", two_raylets, "--json"], env=environment)
+        assert listed.returncode == 0, listed.stderr
+        found = {one["host"]: [process["pid"] for process in one["processes"]] for one in json.loads(listed.stdout)}
+        for worker in group.workers:
+            assert worker.process_id in found[worker.context.host]
+    finally:
+        group.stop()

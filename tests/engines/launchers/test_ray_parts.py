@@ -1,4 +1,4 @@
-"""The parts of the launcher "ray" that need no Ray: the board, messages, tokens, addresses."""
+"""The parts of the launcher "ray" that need no Ray: the store, messages, tokens, addresses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 
 import rlcore
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
-from rlcore.engines.launchers.ray.board import Board, BoardAnswer, BoardRequest
+from rlcore.engines.launchers.ray import wire
 from rlcore.engines.launchers.ray.launcher import RayLauncher
+from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
 from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
 from rlcore.engines.launchers.ray.watchdog import MARK, marked
 from rlcore.engines.launchers.ray.wire import PlainTensor, Said, decoded, encoded, plain_tensor, tensor_of
@@ -28,37 +29,37 @@ from rlcore.process.status import state_of
 from tests.conftest import RunPython
 
 
-def ask(board: Board, operation: Any, *keys: str, **fields: Any) -> Any:
-    return board.ask(encoded(BoardRequest(operation, list(keys), **fields)))
+def ask(store: StoreActor, operation: Any, *keys: str, **fields: Any) -> Any:
+    return store.ask(encoded(ActorStoreRequest(operation, list(keys), **fields)))
 
 
-def answers(*questions: Callable[[Board], Any]) -> list[BoardAnswer]:
-    """The answers of one board, asked at once."""
+def answers(*questions: Callable[[StoreActor], Any]) -> list[ActorStoreAnswer]:
+    """The answers of one store, asked at once."""
 
     async def run() -> list[bytes]:
-        board = Board()
-        return await asyncio.gather(*(question(board) for question in questions))
+        store = StoreActor()
+        return await asyncio.gather(*(question(store) for question in questions))
 
-    return [msgspec.msgpack.decode(data, type=BoardAnswer) for data in asyncio.run(run())]
+    return [msgspec.msgpack.decode(data, type=ActorStoreAnswer) for data in asyncio.run(run())]
 
 
 def test_the_board_keeps_values_as_a_store_of_torch_does() -> None:
     found = answers(
-        lambda board: ask(board, "set", "a/k", value=b"v"),
-        lambda board: ask(board, "get", "a/k", timeout_s=1),
-        lambda board: ask(board, "add", "a/n", amount=2),
-        lambda board: ask(board, "add", "a/n", amount=3),
-        lambda board: ask(board, "check", "a/k", "a/n"),
-        lambda board: ask(board, "check", "a/k", "a/x"),
-        lambda board: ask(board, "count", "a/"),
-        lambda board: ask(board, "compare_set", "a/k", expected=b"w", value=b"x"),
-        lambda board: ask(board, "compare_set", "a/k", expected=b"v", value=b"x"),
-        lambda board: ask(board, "compare_set", "a/new", expected=b"", value=b"x"),
-        lambda board: ask(board, "compare_set", "a/other", expected=b"y", value=b"x"),
-        lambda board: ask(board, "delete", "a/n"),
-        lambda board: ask(board, "delete", "a/n"),
-        lambda board: ask(board, "forget", "a/"),
-        lambda board: ask(board, "count", ""),
+        lambda store: ask(store, "set", "a/k", value=b"v"),
+        lambda store: ask(store, "get", "a/k", timeout_s=1),
+        lambda store: ask(store, "add", "a/n", amount=2),
+        lambda store: ask(store, "add", "a/n", amount=3),
+        lambda store: ask(store, "check", "a/k", "a/n"),
+        lambda store: ask(store, "check", "a/k", "a/x"),
+        lambda store: ask(store, "count", "a/"),
+        lambda store: ask(store, "compare_set", "a/k", expected=b"w", value=b"x"),
+        lambda store: ask(store, "compare_set", "a/k", expected=b"v", value=b"x"),
+        lambda store: ask(store, "compare_set", "a/new", expected=b"", value=b"x"),
+        lambda store: ask(store, "compare_set", "a/other", expected=b"y", value=b"x"),
+        lambda store: ask(store, "delete", "a/n"),
+        lambda store: ask(store, "delete", "a/n"),
+        lambda store: ask(store, "forget", "a/"),
+        lambda store: ask(store, "count", ""),
     )
     assert [one.value for one in found] == [b"", b"v", *[b""] * 5, b"v", b"x", b"x", b"y", *[b""] * 4]
     assert [one.number for one in found] == [0, 0, 2, 5, 1, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0]
@@ -66,12 +67,12 @@ def test_the_board_keeps_values_as_a_store_of_torch_does() -> None:
 
 def test_who_waits_at_the_board_is_woken_or_told_what_did_not_come() -> None:
     woken, late, _, _ = answers(
-        lambda board: ask(board, "wait", "a", "b", timeout_s=60),
-        lambda board: ask(board, "wait", "a", "never", timeout_s=0.05),
-        lambda board: ask(board, "set", "a", value=b"1"),
-        lambda board: ask(board, "set", "b", value=b"2"),
+        lambda store: ask(store, "wait", "a", "b", timeout_s=60),
+        lambda store: ask(store, "wait", "a", "never", timeout_s=0.05),
+        lambda store: ask(store, "set", "a", value=b"1"),
+        lambda store: ask(store, "set", "b", value=b"2"),
     )
-    assert woken == BoardAnswer(b"1") and late.missing == ["never"]
+    assert woken == ActorStoreAnswer(b"1") and late.missing == ["never"]
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4)])
@@ -84,15 +85,26 @@ def test_a_tensor_comes_as_it_went_in_memory_of_its_own(shape: tuple[int, ...], 
     back.untyped_storage().resize_(0)  # of a buffer that Python owns torch refuses that
 
 
+def test_a_large_tensor_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Msgpack has no bytes of 4 GiB."""
+    monkeypatch.setattr(wire, "PIECE_BYTES", 5)
+    given = torch.arange(4, dtype=torch.int32).view(2, 2)
+    told = plain_tensor(given)
+    assert [len(piece) for piece in told.data] == [5, 5, 5, 1]
+    back = tensor_of(decoded(encoded(told), PlainTensor, "tensor"))
+    assert back.dtype == given.dtype and torch.equal(back, given)
+
+
 def test_what_is_no_message_is_refused() -> None:
     good = encoded([Said("result", 1, 2, b"x")])
     for wrong in (good[:-1], b"", b"\xc1", encoded([["surprise", 1]]), encoded({"kind": "result"}), encoded(7)):
         with pytest.raises(InvalidInputError, match="are no message"):
             decoded(wrong, list[Said], "message")
     for tensor in (
-        PlainTensor("float32", (3,), memoryview(b"1234")),
-        PlainTensor("float32", (-1, -1), memoryview(b"1234")),
-        PlainTensor("nn", (1,), memoryview(b"1234")),
+        PlainTensor("float32", (3,), [memoryview(b"1234")]),
+        PlainTensor("float32", (3,), [memoryview(b"12"), memoryview(b"34")]),
+        PlainTensor("float32", (-1, -1), [memoryview(b"1234")]),
+        PlainTensor("nn", (1,), [memoryview(b"1234")]),
     ):
         with pytest.raises(InvalidInputError, match="these 4 bytes are no"):
             tensor_of(tensor)

@@ -57,6 +57,46 @@ def test_workers_are_spread_alike_over_the_number_of_hosts() -> None:
         found(num_workers=6, num_hosts=2)
 
 
+def test_pack_takes_hosts_that_are_near_each_other() -> None:
+    rows = [("a", "r1", "n1"), ("b", "r2", "n2"), ("c", "r2", "n3"), ("d", "r2", "n3"), ("e", "r1", "n4")]
+    near = [
+        Host(name=name, address="10.0.0.1", counts={"cuda": 2}, labels={"rack": rack, "ray.io/gpu-domain": domain})
+        for name, rack, domain in rows
+    ]
+    hosts_of_names = lambda names: list(dict.fromkeys(name.split("/")[0] for name in names))  # noqa: E731
+    assert hosts_of_names(found(*near, num_workers=2)) == ["a"]
+    assert hosts_of_names(found(*near, num_workers=4)) == ["c", "d"], "of one NVLink domain"
+    assert hosts_of_names(found(*near, num_workers=4, held={"c/cuda:0": "x"})) == ["a", "e"], "of one rack"
+    assert hosts_of_names(found(*near, num_workers=6)) == ["b", "c", "d"]
+    assert hosts_of_names(found(*near, num_workers=8)) == ["a", "b", "c", "d"], "there is no rack of so many"
+
+
+def test_spread_deals_groups_to_hosts_in_turn() -> None:
+    assert found(num_workers=2, strategy="spread") == ["a/cuda:0", "b/cuda:0"]
+    assert found(num_workers=5, strategy="spread") == [*(f"a/cuda:{i}" for i in range(3)), "b/cuda:0", "b/cuda:1"]
+    assert found(num_workers=4, strategy="spread", group_size=2) == ["a/cuda:0", "a/cuda:1", "b/cuda:0", "b/cuda:1"]
+    assert found(num_workers=2, strategy="spread", num_hosts=2) == ["a/cuda:0", "b/cuda:0"]
+    with pytest.raises(DeviceError, match="7 devices are needed and 6 can be used"):
+        found(num_workers=7, strategy="spread")
+    with pytest.raises(InvalidInputError, match="strategy must be one of pack, spread, got 'STRICT_PACK'"):
+        found(num_workers=2, strategy="STRICT_PACK")
+    with pytest.raises(InvalidInputError, match="strategy='pack' or num_hosts=2, which spreads"):
+        found(num_workers=2, strategy="pack", num_hosts=2)
+    with pytest.raises(InvalidInputError, match="strategy, or devices or colocate_with"):
+        found(num_workers=1, strategy="spread", devices=("a/cuda:0",), is_exact=True)
+
+
+def test_hosts_are_accepted_by_their_labels() -> None:
+    labelled = [Host(name=name, address="10.0.0.1", counts={"cuda": 2}, labels={"rack": name}) for name in "xy"]
+    assert found(*labelled, num_workers=2, labels={"rack": "y"}) == ["y/cuda:0", "y/cuda:1"]
+    with pytest.raises(DeviceError, match="no accepted host has host_labels rack=z: x has rack=x; y has rack=y"):
+        found(*labelled, num_workers=2, labels={"rack": "z"})
+    with pytest.raises(DeviceError, match=r"devices names x/cuda:0, and host_labels \{'rack': 'y'\} leaves x out"):
+        found(*labelled, num_workers=1, devices=("x/cuda:0",), is_exact=True, labels={"rack": "y"})
+    with pytest.raises(InvalidInputError, match=r"host_labels must be a dict of words such as .*, got 'rack=y'"):
+        found(*labelled, num_workers=1, labels="rack=y")
+
+
 def test_an_impossible_request_says_what_each_host_has_and_who_holds_it() -> None:
     with pytest.raises(
         DeviceError,
@@ -104,6 +144,8 @@ def test_hosts_are_the_living_nodes_under_names_of_their_own() -> None:
     hosts = [host for host, _ in hosts_of(nodes)]
     assert [host.name for host in hosts] == ["b", "host", "host-2"]
     assert hosts[0].counts["cuda"] == 4 and hosts[0].counts["cpu"] >= 16
+    assert [host.name for host, _ in hosts_of([node("n10"), node("n9")])] == ["n9", "n10"]
+    assert hosts_of([node("n", Labels={"rack": "r7"})])[0][0].labels == {"rack": "r7"}
     assert hosts_of([node("rack/7")])[0][0].name == "rack-7", "a / ends the host in names of devices"
 
 
@@ -124,3 +166,5 @@ def test_a_launcher_of_one_host_takes_no_number_of_hosts(tmp_path: Any) -> None:
 
     with pytest.raises(InvalidInputError, match=r"num_hosts=2 needs a launcher with several hosts: launcher='ray'"):
         place_workers("process", 2, num_hosts=2)
+    with pytest.raises(InvalidInputError, match=r"strategy='spread' needs a launcher with several hosts"):
+        place_workers("process", 2, strategy="spread")

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.slurm import use_slurm_variables
 from rlcore.engines.launchers.torchrun import num_hosts
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.errors import InvalidInputError
+from rlcore.engines.placement import place_workers
+from rlcore.errors import DeviceError, InvalidInputError
 
 PROGRAM = """
     import json, os, sys
@@ -91,10 +93,40 @@ def test_without_torchrun_the_absent_variables_are_named(monkeypatch: pytest.Mon
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(InvalidInputError, match="needs the variables torchrun sets; absent: RANK, WORLD_SIZE"):
+    absent = "needs the variables that torchrun sets, or srun for several tasks; absent: RANK, WORLD_SIZE"
+    with pytest.raises(InvalidInputError, match=absent):
         start_workers(Worker, "the engine", ["cpu:0"], launcher="torchrun", timeout_s=1)
     with pytest.raises(InvalidInputError, match="'inline' runs one worker, and the engine has 2; use 'process'"):
         start_workers(Worker, "the engine", ["cpu:0", "cpu:1"], launcher="inline", timeout_s=1)
+
+
+def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_rank_5 = {
+        "SLURM_JOB_ID": "31", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_NODEID": "2",
+        "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "rack[2-3]n[07,9],n8",
+    }  # fmt: skip
+    found = dict(of_rank_5)
+    use_slurm_variables(found)
+    assert found == of_rank_5 | {
+        "MASTER_ADDR": "rack2n07", "MASTER_PORT": "20233", "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }  # fmt: skip
+    for left_alone in ({"RANK": "0"}, {"SLURM_NTASKS": "1"}):  # torchrun is started by srun; an interactive shell
+        found = of_rank_5 | left_alone
+        use_slurm_variables(found)
+        assert found == of_rank_5 | left_alone
+    with pytest.raises(InvalidInputError, match=r"SLURM_STEP_TASKS_PER_NODE='1' .* does not tell of node 2"):
+        use_slurm_variables(of_rank_5 | {"SLURM_STEP_TASKS_PER_NODE": "1"})
+    for name, value in of_rank_5.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what is set here goes with the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RLCORE_DEVICE", "cpu")
+    assert place_workers("torchrun", 6) == ["cpu:0", "cpu:1"] * 3, "not a share for each task"
+    monkeypatch.setattr("rlcore.engines.placement._all_like", lambda device: ["cpu:0"])
+    with pytest.raises(DeviceError, match=r"must see all devices of their host: use --gpus-per-node in place of"):
+        place_workers("torchrun", 6)
 
 
 def test_workers_of_the_whole_world_are_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ class RemoteProcess:
         if self._ended.is_set():
             return
         try:
-            self._link.ask("kill", self._number, because)
+            self._link.kill(self._number, because)
         except StateError as error:  # who cannot end one worker ends them all
             self._link.lose(first_line(error))
 

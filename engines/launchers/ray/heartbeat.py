@@ -6,30 +6,30 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from rlcore.engines.launchers.ray.wire import decoded
 from rlcore.errors import RlcoreError, first_line
 
 if TYPE_CHECKING:
     from rlcore.engines.launchers.ray.link import HostLink
 
+START_S = 120.0
+"""How long an agent gets to start, and then waits for the program: Ray starts a process for it, which imports torch."""
 BEAT_S = 1.0
 SILENCE_S = 10.0
 """Program and agent each take the other for lost when they have not heard of it for so long."""
 
 
-class Heart:
+class Heartbeat:
     """Asks the agent of a link each second, in a thread, until the host is lost."""
 
     def __init__(self, link: HostLink) -> None:
         self._link = link
-        threading.Thread(target=self._run, name=f"rlcore-heart-{link.host}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"rlcore-heartbeat-{link.host}", daemon=True).start()
 
     def _run(self) -> None:
         while not self._link.why_lost:
             asked = time.monotonic()
             try:
-                data = self._link.ask_plain("beat", timeout_s=SILENCE_S)
-                self._link.note_stopped(decoded(data, list[int], "beat"))
+                self._link.beat(SILENCE_S)
             except RlcoreError as error:
                 is_silent = time.monotonic() - asked >= SILENCE_S
                 self._link.lose(f"it did not answer for {SILENCE_S:g} s" if is_silent else first_line(error))
