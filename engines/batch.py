@@ -12,6 +12,7 @@ Letters: N sequences, L longest sequence, T tokens of all sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from rlcore.kernels.packing import pack
 
 
 @takes("collate()", outputs=LIST)
-def collate(outputs: Sequence[RequestOutput], **per_sequence: object) -> dict[str, Tensor]:
+def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Tensor]:
     """Return one padded batch of every completion of ``outputs``, in order.
 
     Args:
@@ -36,7 +37,8 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: object) -> dict[st
         ``per_sequence`` as [N].
 
     Raises:
-        InvalidInputError: no completion, or another number of values than completions.
+        InvalidInputError: no completion, another number of values than completions, or a NaN or infinity for one that
+            has tokens.
     """
     if wrong := [output for output in outputs if not hasattr(output, "prompt_token_ids")]:
         raise InvalidInputError(f"collate() takes what generate() returned, got a list that has {wrong[0]!r:.200}")
@@ -57,13 +59,20 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: object) -> dict[st
         batch["attention_mask"][row, :stop] = True
         batch["loss_mask"][row, start:stop] = True
         batch["old_logprobs"][row, start:stop] = torch.tensor(completion.logprobs)
-    return batch | {name: _one_each(name, value, len(sequences)) for name, value in per_sequence.items()}
+    is_trained_N = batch["loss_mask"].any(1)
+    return batch | {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
 
 
-def _one_each(name: str, value: object, num_sequences: int) -> Tensor:
+def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
     flat = _on_host(name, value).flatten()
-    if len(flat) != num_sequences:
-        raise InvalidInputError(f"collate() got {len(flat)} {name} for {num_sequences} completions; give one each")
+    if len(flat) != len(is_trained_N):
+        raise InvalidInputError(f"collate() got {len(flat)} {name} for {len(is_trained_N)} completions; give one each")
+    if flat.is_floating_point() and (bad_N := ~flat.isfinite() & is_trained_N).any():
+        first = int(bad_N.nonzero()[0])
+        raise InvalidInputError(
+            f"collate() got {flat[first]:g} among {name}, for completion {first}; give finite numbers, or leave the "
+            "completion out"
+        )
     return flat
 
 
@@ -90,7 +99,7 @@ def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return keep | {name: _per_token(name, value, lengths_N) for name, value in host.items()}
 
 
-def _on_host(name: str, value: object) -> Tensor:
+def _on_host(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value).detach().cpu()
     except (RuntimeError, TypeError, ValueError) as error:
