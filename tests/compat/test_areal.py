@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_the_grpo_program_learns(
     monkeypatch.setattr(areal_grpo, "reward_fn", lambda completions, **others: completions.count("7") / 3)
     rewards = areal_grpo.main_grpo(["--config", config, f"async_training={str(is_async).lower()}"])
     assert len(rewards) == 12 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
-    assert "evaluation 0." in capsys.readouterr().out
+    assert re.search(r"evaluation [01]\.\d+", capsys.readouterr().out)
     assert areal.RemoteInfEngine._servers == {}
 
 
