@@ -40,6 +40,8 @@ _LOCAL = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # Ray would end an agent with all its workers to free memory
+    "RAY_raylet_start_wait_time_s": "120",  # Ray's own 30 s are too few for a busy host
+    "RAY_worker_niceness": "0",  # an agent's workers inherit it, and Ray's own 15 gives way to all else on the host
 }
 """The variables of a local cluster, where the user's own do not say otherwise."""
 
@@ -273,6 +275,11 @@ def _start_local(ray: Any) -> None:
     os.environ[MARK] = mark
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # Ray raises no class of its own
+        raise DeviceError(
+            f"no Ray cluster of this host has started: {first_line(error)}; on a host under much load set "
+            "RAY_raylet_start_wait_time_s=600, or join a cluster that `ray start --head` has started"
+        ) from error
     finally:
         del os.environ[MARK]
     subprocess.Popen(
