@@ -40,7 +40,8 @@ _LOCAL = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # Ray would end an agent with all its workers to free memory
-    "RAY_raylet_start_wait_time_s": "120",  # Ray's own 30 s are too few for a busy host
+    "RAY_raylet_start_wait_time_s": "300",  # Ray's own times, of 30 s each, are too short for a busy host
+    "RAY_agent_register_timeout_ms": "300000",
     "RAY_worker_niceness": "0",  # an agent's workers inherit it, and Ray's own 15 gives way to all else on the host
 }
 """The variables of a local cluster, where the user's own do not say otherwise."""
@@ -278,7 +279,7 @@ def _start_local(ray: Any) -> None:
     except Exception as error:  # Ray raises no class of its own
         raise DeviceError(
             f"no Ray cluster of this host has started: {first_line(error)}; on a host under much load set "
-            "RAY_raylet_start_wait_time_s=600, or join a cluster that `ray start --head` has started"
+            "RAY_agent_register_timeout_ms=600000, or join a cluster that `ray start --head` has started"
         ) from error
     finally:
         del os.environ[MARK]

@@ -63,7 +63,7 @@ class StandIn:
 
 
 class AgentOfStandIns(Agent):
-    """An agent whose workers are no processes, and answer each call with None."""
+    """An agent whose workers are no processes, and answer each call with 7."""
 
     def _open(self, opening: Opening) -> Opened:
         number = len(self._processes)
@@ -72,7 +72,7 @@ class AgentOfStandIns(Agent):
 
     def _take(self, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
         if posted.kind in ("start", "call"):
-            self._said.put((Said("result", posted.process, posted.call, b"\xc0"), []))
+            self._said.put((Said("result", posted.process, posted.call, b"\x07"), []))
 
 
 def seconds_of(call: Callable[[], Any], number: int) -> dict[str, float]:

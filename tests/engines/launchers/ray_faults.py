@@ -36,7 +36,8 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "1" * 64,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
 }
 LONGEST_S = 250.0
 """The longest that a step may go on after its fault; calls have 100 s."""

@@ -23,7 +23,7 @@ from rlcore import __version__
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.ray import wire
 from rlcore.engines.launchers.ray.agent import Agent
-from rlcore.engines.launchers.ray.cluster import Cluster
+from rlcore.engines.launchers.ray.cluster import Cluster, _start_local
 from rlcore.engines.launchers.ray.launcher import RayLauncher
 from rlcore.engines.launchers.ray.link import HostLink
 from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
@@ -239,6 +239,17 @@ def test_a_host_without_tokens_or_of_another_version_is_refused() -> None:
         with pytest.raises((StateError, InvalidInputError), match=reason):
             cluster._check(SimpleNamespace(host="a", facts=facts))
     Cluster(None, is_own=False, is_insecure=True)._check(SimpleNamespace(host="a", facts=without))
+
+
+def test_a_cluster_that_does_not_start_says_what_to_do() -> None:
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    with pytest.raises(
+        DeviceError, match=r"has started: The current node timed out .*RAY_agent_register_timeout_ms=600000"
+    ):
+        _start_local(SimpleNamespace(init=init))
+    assert MARK not in os.environ
 
 
 def test_a_message_that_cannot_be_taken_is_the_error_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
