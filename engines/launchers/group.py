@@ -238,8 +238,9 @@ class WorkerGroup:
             return
         for worker in self.workers:
             worker.kill(because)
+        deadline = time.monotonic() + STOP_S
         for worker in self.workers:
-            worker.join(STOP_S)
+            worker.join(max(0.0, deadline - time.monotonic()))
         self._remove_store()
 
     def stop(self) -> None:

@@ -131,8 +131,11 @@ class Cluster:
             if self._store is None or not _answers(self._store):
                 self._store = _store_actor(self._ray)
             for link in list(self._links.values()):
-                with contextlib.suppress(StateError):  # of a host that is lost; those who are called there will say so
+                try:
                     link.use_store(self._store)
+                except StateError:
+                    if not link.why_lost:
+                        raise  # of a host that is lost those will say so who are called there
             return StoreRendezvous(self._store)
 
     def _forget(self, link: HostLink) -> None:

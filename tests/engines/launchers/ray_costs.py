@@ -72,7 +72,8 @@ class AgentOfStandIns(Agent):
 
     def _take(self, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
         if posted.kind in ("start", "call"):
-            self._said.put((Said("result", posted.process, posted.call, b"\x07"), []))
+            answer = b"\x07" if posted.kind == "call" else b"\xc0"  # 7 and None in msgpack
+            self._said.put((Said("result", posted.process, posted.call, answer), []))
 
 
 def seconds_of(call: Callable[[], Any], number: int) -> dict[str, float]:
@@ -126,7 +127,7 @@ def over_two_hosts() -> None:
 
 
 def scale(num_agents: int) -> None:
-    """Measure a call of all workers of agents with 64 each: the program's processor time, and the seconds that pass."""
+    """Measure a call of 64 to 512 workers of some agents: the program's processor time, and the seconds that pass."""
     from rlcore.engines.launchers.ray import cluster
 
     real = cluster.hosts_of
@@ -145,8 +146,8 @@ def scale(num_agents: int) -> None:
     print(f"heartbeats of {num_agents} agents: {(time.process_time() - idle) / 20 * 1000:.1f} ms a second", flush=True)
     tokens = torch.zeros(16 * 1024)
     batch = {name: tokens.clone() for name in ("input_ids", "old_logprobs", "advantages", "ref_logprobs")}
-    for num_agents_used in sorted({1, num_agents // 4 or 1, num_agents}):
-        names = [f"host-{index}/cpu:{worker}" for index in range(num_agents_used) for worker in range(64)]
+    for number in (64, 128, 512):
+        names = [f"host-{index}/cpu:{one}" for index in range(num_agents) for one in range(number // num_agents)]
         began = time.perf_counter()
         group = start_workers(Echo, "the measurement", names, launcher="ray", timeout_s=600)
         print(f"{len(names)} workers opened and started in {time.perf_counter() - began:.2f} s", flush=True)
@@ -156,7 +157,7 @@ def scale(num_agents: int) -> None:
 
 
 def rlcore_host(host: Any, name: str) -> Any:
-    return type(host)(name=name, address=host.address, counts={"cpu": 64}, labels={})
+    return type(host)(name=name, address=host.address, counts={"cpu": 512}, labels={})
 
 
 def report(group: WorkerGroup, what: str, arguments: tuple[Any, ...]) -> None:
@@ -182,6 +183,6 @@ if __name__ == "__main__":
         case ["program", out]:
             program(out)
         case ["scale", *number]:
-            scale(int(number[0]) if number else 8)
+            scale(int(number[0]) if number else 2)
         case _:
             sys.exit(__doc__)
