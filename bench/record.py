@@ -56,7 +56,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of device and host while a case ran; None where they do not report one."""
+    """Figures that device and host told while a case ran. None: they do not tell."""
 
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
@@ -144,7 +144,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def identity(result: CaseResult) -> tuple[object, ...]:
-    """Equal for results that measure the same in the same way."""
+    """Return a key that is equal for results that measure the same in the same way."""
     return result.name, result.implementation, tuple(sorted(result.params.items()))
 
 
@@ -326,7 +326,7 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 def line_of(data: bytes, path: str) -> int:
     """Return the line, from 1, on which the value at ``path`` ("$.cases[0].name") begins.
 
-    Where the path leads to nothing it is the line of the last value on the way; ``data`` must be JSON.
+    Where the path leads to nothing, or to what is no JSON, it is the line of the last value on the way.
     """
     value: bytes | msgspec.Raw = data
     for name, index in _STEP.findall(path):
@@ -335,7 +335,7 @@ def line_of(data: bytes, path: str) -> int:
                 value = msgspec.json.decode(value, type=dict[str, msgspec.Raw])[name]
             else:
                 value = msgspec.json.decode(value, type=list[msgspec.Raw])[int(index)]
-        except LookupError:
+        except (LookupError, msgspec.DecodeError, UnicodeDecodeError):
             break
     return data.count(b"\n", 0, _address(value) - _address(data)) + 1
 
@@ -351,7 +351,7 @@ def _address(value: bytes | msgspec.Raw) -> int:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
+    """Return the JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
     schema = msgspec.json.schema(Record)
     time = {"properties": {"name": {"const": "time"}}}
     has_metrics = {"required": ["metrics"], "properties": {"metrics": {"contains": time}}}

@@ -367,7 +367,7 @@ class SyncReport:
 
     version: int
     route: str
-    """"local", "direct", "packed" or "collective"."""
+    """"local", "direct", "packed", "collective" or "relayed"."""
     moved_bytes: int
     needed_bytes: int
     """Bytes of the receiver's weights; more moved than needed is read amplification."""
@@ -383,8 +383,13 @@ class SyncReport:
     why_on_host: str = ""
     """The reason why "packed" used shared memory of the host instead of the devices; "" if it did not."""
     network_bytes: int = 0
-    """Bytes of weights that went from one machine to another, once for each receiver there; those that ``verify=True``
-    sends again are among them."""
+    """Bytes of weights that went from one machine to another, once for each machine, however many receivers it has;
+    those that ``verify=True`` sends again are among them."""
+
+    is_delta: bool = False
+    """Only what had changed since the receivers' version was told; ``moved_bytes`` are those of the changes."""
+    why_dense: str = ""
+    """The reason why all was told though ``delta=True`` was asked for; "" otherwise."""
 
     @property
     def slabs_wait_by(self) -> str:

@@ -18,8 +18,6 @@ ends check all that comes; nothing is unpickled.
 
 from __future__ import annotations
 
-import itertools
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import cast
@@ -43,8 +41,9 @@ from rlcore.engines.weight_sync.channels.control import (
 )
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, SpmdPeers, SyncPeers
-from rlcore.engines.weight_sync.channels.shared_store import SharedStore
+from rlcore.engines.weight_sync.channels.shared_store import SharedStore, common_stores
 from rlcore.engines.weight_sync.messages import decoded
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors, NamedTensors
 from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.receiver import Receiver
@@ -95,7 +94,7 @@ _ENDS = Kind(
     lambda value: all(map(_END.has, value)) if LIST.has(value) else _END.has(value),
 )
 _NAMED = Kind(
-    "names and tensors, in a mapping or as pairs, or a function that gives them,",
+    "a torch.nn.Module, names and tensors in a mapping or as pairs, or a function that gives them,",
     lambda value: callable(value) or isinstance(value, Iterable),
 )
 
@@ -111,7 +110,9 @@ class WeightSender:
 
     Args:
         named_tensors: names as the receiver's model has them, and tensors; or a function that gives them, called for
-            each ``send``. The first pass fixes names, shapes, dtypes and sharding.
+            each ``send``. The first pass fixes names, shapes, dtypes and sharding. Or a module: of a transformers
+            model, in peft's or under FSDP2, the weights are sent by the names and in the layout of its checkpoint,
+            with adapters merged into what is sent.
         control: the channel, or one for each receiver; or a ``WeightReceiver`` without a channel, of this process, or
             a list of these. Then ``send`` does the receiver's part too, in the calling thread.
     """
@@ -119,21 +120,22 @@ class WeightSender:
     @takes("WeightSender", named_tensors=_NAMED, control=_ENDS)
     def __init__(
         self,
-        named_tensors: NamedTensors | Callable[[], NamedTensors],
+        named_tensors: NamedTensors | Callable[[], NamedTensors] | nn.Module,
         control: Control | WeightReceiver | Sequence[Control | WeightReceiver],
     ) -> None:
-        if callable(named_tensors):
-            get = named_tensors
-        else:
-            kept = dict(named_tensors)
-            get = lambda: kept  # noqa: E731
+        get = _getter(named_tensors)
         first = dict(get())
         if not first:
             raise InvalidInputError("WeightSender needs at least one named tensor, got none")
         sharded = next((tensor for tensor in first.values() if isinstance(tensor, DTensor)), None)
         sample = next(iter(first.values())) if sharded is None else sharded.to_local()
         self._device = get_device(sample.device)
-        self._source = NamedSourceTensors(get, 1 if sharded is None else dist.get_world_size())
+        num_ranks = 1 if sharded is None else dist.get_world_size()
+        self._source = (
+            ModuleSourceTensors(named_tensors, num_ranks)
+            if isinstance(named_tensors, nn.Module)
+            else NamedSourceTensors(get, num_ranks)
+        )
         address = _own_address(_listed(control)) or ("" if sharded is None else address_in_world())
         self._sender = Sender(self._source, self._device, address=address)
         own: SyncPeers = LocalPeers("the sender", [self._sender])
@@ -142,15 +144,9 @@ class WeightSender:
             raise InvalidInputError("WeightSender needs a control channel, got an empty list")
         if sharded is not None:
             own, remote = (SpmdPeers(one, self._all_gather, dist.get_rank()) for one in (own, remote))
-        self._session = SyncSession(own, remote, SharedStore if sharded is None else self._new_common_store())
+        self._session = SyncSession(own, remote, SharedStore if sharded is None else _stores_of_ranks(self._all_gather))
         self._receivers = [end for end in _listed(control) if isinstance(end, WeightReceiver)]
         self._version = 0
-
-    def _new_common_store(self) -> Callable[[], SharedStore]:
-        """Return what makes the store of each process group, by one name on all ranks."""
-        name = self._all_gather(uuid.uuid4().bytes)[0].hex()
-        numbers = itertools.count()
-        return lambda: SharedStore(f"{name}/{next(numbers)}", store_of(dist.group.WORLD))
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         return all_gather_bytes(data, self._device.torch_device)
@@ -162,6 +158,7 @@ class WeightSender:
         route: Route | None = None,
         staged: bool = False,
         verify: bool = False,
+        delta: bool = False,
         staging_bytes: int | None = None,
         slab_bytes: int | None = None,
         timeout_s: float = 120.0,
@@ -183,6 +180,7 @@ class WeightSender:
             route=route,
             is_staged=staged,
             is_verified=verify,
+            is_delta=delta,
             staging_bytes=staging_bytes_of(staging_bytes, slab_bytes),
             timeout_s=timeout_s,
         )
@@ -308,6 +306,19 @@ class WeightReceiver:
     def close(self) -> None:
         """Let go of what belongs to the sender."""
         self._receiver.close()
+
+
+def _getter(named: NamedTensors | Callable[[], NamedTensors] | nn.Module) -> Callable[[], NamedTensors]:
+    if isinstance(named, nn.Module):
+        return named.named_parameters
+    if callable(named):
+        return named
+    kept = dict(named)
+    return lambda: kept
+
+
+def _stores_of_ranks(all_gather: Callable[[bytes], list[bytes]]) -> Callable[[], SharedStore]:
+    return common_stores(all_gather, lambda: store_of(dist.group.WORLD))
 
 
 def _peers(control: Control | WeightReceiver | Sequence[Control | WeightReceiver]) -> SyncPeers:

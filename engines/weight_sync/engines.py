@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
+from rlcore._torch_private import Store
+from rlcore.engines._torch_private import store_of
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.weight_sync.channels.peers import JoinedPeers, SpmdPeers, SyncPeers, WorkerPeers
+from rlcore.engines.weight_sync.channels.shared_store import common_stores
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.errors import InvalidInputError, SyncError, first_line
@@ -131,7 +134,13 @@ def _session(groups: Sequence[WorkerGroup], timeout_s: float) -> SyncSession:
         found: list[bytes] = groups[0].call("exchange", [((data,), {})])[0]
         return found
 
-    return SyncSession(SpmdPeers(senders, all_gather, context.rank), SpmdPeers(joined, all_gather, context.rank))
+    def common_store() -> Store:
+        with context.running("a weight sync"):
+            store: Store = store_of(context.process_group(timeout_s))
+            return store
+
+    own, others = (SpmdPeers(one, all_gather, context.rank) for one in (senders, joined))
+    return SyncSession(own, others, common_stores(all_gather, common_store))
 
 
 @contextlib.contextmanager

@@ -57,6 +57,10 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The plan has passed its self-test, or needs none."""
     unreached: str = ""
     """The reason why this receiver cannot have all weights by opening the senders' memory; "" if it can."""
+    are_reached: list[bool] = []
+    """For each sender True if this receiver can open its memory."""
+    unreadable: str = ""
+    """The reason why what was sent cannot be read back here, so that changes alone do not do; "" if it can."""
 
 
 class OfferedTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -92,10 +96,39 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     is_checked: bool
     """The bucket carries a checksum."""
+    is_kept: bool = False
+    """The sender keeps a copy of the bucket, as the base for the changes of a later round."""
+    base: int = 0
+    """The round since which the bucket's changes are told; 0: it is told whole."""
     waits_by_event: bool = False
     """The two sides' devices wait for each other (``SlotEvents``), not each process for its own device."""
     sender: int = 0
-    """The sender's position among all, for receivers."""
+    """The position among all of the sender whose bucket it is, for receivers."""
+    holder: int = 0
+    """The position of the sender in whose slot it lies: another one where it was relayed."""
+
+
+class Reception(msgspec.Struct, frozen=True, kw_only=True):
+    """A bucket that comes to a member of a process group."""
+
+    packing: Packing
+    source: int
+    """The rank that it comes from: the sender's, or that of a receiver of this host that has passed it on."""
+    relays: list[int] = []
+    """The ranks that it is passed on to."""
+
+
+class Relaying(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of one trainer rank in a step of the route "relayed": it packs its slot, or is sent what is in it."""
+
+    rendezvous: str
+    slot_bytes: int
+    slot: int
+    packing: Packing | None = None
+    """The bucket that it packs; None: ``source`` sends it one."""
+    targets: list[int] = []
+    """The ranks that it sends the bucket to, which hold it for receivers of theirs."""
+    source: int = -1
 
 
 class Sending(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,7 @@ class RoundOptions:
     route: Route | None = None
     is_staged: bool = False
     is_verified: bool = False
+    is_delta: bool = False
     checksums: Checksums = "sample"
     staging_bytes: int | None = None
     is_same: bool = False
@@ -41,7 +42,7 @@ class RoundOptions:
             raise InvalidInputError(f"route must be one of {', '.join(ROUTES)}, or None, got {self.route!r}")
         if self.checksums not in CHECKSUMS:
             raise InvalidInputError(f"checksums must be one of {', '.join(CHECKSUMS)}, got {self.checksums!r}")
-        for name, value in {"staged": self.is_staged, "verify": self.is_verified}.items():
+        for name, value in {"staged": self.is_staged, "verify": self.is_verified, "delta": self.is_delta}.items():
             if not FLAG.has(value):
                 raise InvalidInputError(f"{name} must be {FLAG.words}, got {value!r}")
         if self.is_staged and self.is_verified:

@@ -17,19 +17,21 @@ from torch import Tensor
 from rlcore._torch_private import copy_all
 from rlcore.engines.weight_sync.channels.shared_store import Ask, store_of
 from rlcore.engines.weight_sync.endpoint import EndpointInfo, endpoint_info
-from rlcore.engines.weight_sync.messages import Packing, PlanSummary, decoded
-from rlcore.engines.weight_sync.planning.buckets import Bucket
+from rlcore.engines.weight_sync.messages import Packing, PlanSummary, Reception, decoded
+from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket
 from rlcore.engines.weight_sync.planning.execution import PlanExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.planner import Planner
 from rlcore.engines.weight_sync.planning.self_test import checksums
 from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.target import Target
+from rlcore.engines.weight_sync.transports import delta
+from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, check_sum, checked_header
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup
 from rlcore.engines.weight_sync.transports.reach import why_unreached
-from rlcore.engines.weight_sync.transports.staging_buffers import check, check_slot_bytes, views
+from rlcore.engines.weight_sync.transports.staging_buffers import check_slot_bytes, views
 from rlcore.errors import StateError, SyncError, UnsupportedError
 
 
@@ -67,6 +69,8 @@ class Receiver:
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
         self._buffer: Tensor | None = None
+        self._rebuilt: Tensor | None = None
+        """The bucket that changes are applied to."""
         self._group: SyncGroup | None = None
         self.why_abandoned = ""
         self.version: int | None = None
@@ -85,22 +89,22 @@ class Receiver:
 
     def begin(
         self, round_id: int, trainer: str, manifest: str, is_same: bool, is_staged: bool
-    ) -> tuple[bytes, bool, bool]:
+    ) -> tuple[bytes, bool, bool, int]:
         """Begin a new round; what is left of an earlier one, or is open of another trainer, is dropped.
 
         Args:
             trainer: a name that no other trainer has.
 
         Returns:
-            The endpoint info, True if this trainer's last call of ``prepare`` was for this manifest, and ``is_same``
-            for all ranks to see.
+            The endpoint info, True if this trainer's last call of ``prepare`` was for this manifest, ``is_same`` for
+            all ranks to see, and the round of this trainer whose weights are here, 0 if there is none.
         """
         self._drop_round()
         is_prepared = trainer == self._trainer and self._planning().manifest.digest == manifest
         if not is_prepared:
             self._let_go_of_trainer()
         self._round.begin(round_id, trainer, is_staged=is_staged, is_prepared=is_prepared)
-        return self.describe(), is_prepared, is_same
+        return self.describe(), is_prepared, is_same, self._round.base
 
     def prepare(
         self,
@@ -151,6 +155,8 @@ class Receiver:
                 fallback=planner.fallback,
                 is_tested=planner.is_tested,
                 unreached=planner.unreached,
+                are_reached=planner.are_reached,
+                unreadable=planner.unreadable,
             )
         )
 
@@ -254,7 +260,7 @@ class Receiver:
         return self._imported.open_staging_buffers(handles, self._are_reached(len(handles)), timeout_s)
 
     def unpack(self, packings: bytes) -> int:
-        """Unpack slots, as a list of ``Packing`` says; returns the payload's bytes.
+        """Unpack slots, as a list of ``Packing`` says; returns the bytes that they tell.
 
         The device is done when this returns, unless it waits by events.
         """
@@ -264,8 +270,8 @@ class Receiver:
             for order in orders:
                 nbytes = self._bucket(order).nbytes
                 if order.waits_by_event:
-                    self._events.wait(order.slot, order.sender)
-                moved += self._take(order, self._imported.received(order.sender, order.slot, nbytes))
+                    self._events.wait(order.slot, order.holder)
+                moved += self._take(order, self._imported.received(order.holder, order.slot, nbytes))
             for slot in {order.slot for order in orders if order.waits_by_event}:
                 self._events.record(slot)
             if not all(order.waits_by_event for order in orders):
@@ -294,20 +300,22 @@ class Receiver:
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
-        group, self._group, self._buffer = self._group, None, None
+        group, self._group, self._buffer, self._rebuilt = self._group, None, None, None
         if group is not None:
             group.leave()
 
-    def receive(self, packings: bytes) -> list[int]:
-        """Receive and unpack bucket after bucket; returns the payload's bytes of each."""
+    def receive(self, receptions: bytes) -> list[int]:
+        """Receive, pass on and unpack bucket after bucket; returns the bytes that each tells."""
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         moved = []
-        for order in decoded(packings, list[Packing], "list of Packing"):
-            bucket = self._bucket(order)
+        for one in decoded(receptions, list[Reception], "list of Reception"):
+            order = one.packing
+            check_slot_bytes(order.slot_bytes)
             if self._buffer is None or self._buffer.numel() != order.slot_bytes:
                 self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            self._group.receive(self._buffer[: bucket.nbytes], order.sender)
+            nbytes = self._group.receive_message(self._buffer, one.source)
+            self._group.send_message(self._buffer[:nbytes], one.relays)
             moved.append(self._take(order, self._buffer))
         self._device.synchronize()
         return moved
@@ -316,10 +324,29 @@ class Receiver:
         plan, bucket = self._writing(order.round_id, order.digest), self._bucket(order)
         if (order.sender, order.bucket) in plan.done:
             raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
-        check(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
-        plan.unpacker(order.sender, order.bucket).run(views(slot, bucket), plan.destinations())
+        self._round.check_base(order.base)
+        header = checked_header(
+            slot, round_id=order.round_id, bucket=order.bucket, nbytes=bucket.nbytes, base=order.base
+        )
+        whole = self._changed(plan, order, slot, header) if order.base else slot
+        if order.base or order.is_checked:
+            check_sum(whole, header)
+        plan.unpacker(order.sender, order.bucket).run(views(whole, bucket), plan.destinations())
         plan.done.add((order.sender, order.bucket))
-        return bucket.payload_bytes
+        return header.message_bytes - ALIGNMENT if order.base else bucket.payload_bytes
+
+    def _changed(self, plan: PlanExecution, order: Packing, slot: Tensor, header: BucketHeader) -> Tensor:
+        """Return the whole bucket: what is here of it, with the changes that are in the slot."""
+        bucket = self._bucket(order)
+        if self._rebuilt is None or self._rebuilt.numel() != order.slot_bytes:
+            self._rebuilt = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        whole = self._rebuilt
+        whole[: bucket.nbytes].zero_()  # as the sender's gaps are
+        plan.repacker(order.sender, order.bucket).run(plan.destinations(), views(whole, bucket))
+        message = slot[ALIGNMENT : header.message_bytes]
+        word = delta.word_of(bucket.dtypes)
+        delta.apply(message, header.encoding, header.num_changed, whole[ALIGNMENT : bucket.nbytes], word)
+        return whole
 
     def _bucket(self, order: Packing) -> Bucket:
         check_slot_bytes(order.slot_bytes)
@@ -411,7 +438,7 @@ class Receiver:
             self._device.synchronize()
         self._target.committed(version)
         self.version = version
-        self._round.commit()
+        self._round.commit(has_moved=has_moved)
         self._drop_round()
 
     def abandon(self, rendezvous: str = "", why: str = "") -> None:

@@ -35,6 +35,8 @@ class RoundState:
         """The weights are of one version: they may be used."""
         self._from = ""
         """The trainer whose commit they are of; "" where they came from elsewhere, or are a mixture."""
+        self.held_round = 0
+        """The round whose commit they are of, while they are of ``_from``; 0: none."""
         self._begun: deque[int] = deque(maxlen=_REMEMBERED)
         self.end()
 
@@ -42,6 +44,8 @@ class RoundState:
         """End the round: what came of it, and was not committed, counts no more."""
         self.step = RoundStep.IDLE
         self.round_id, self._trainer = 0, ""
+        self.base = 0
+        """The round whose weights were here when this one began, if they were its trainer's; 0: none were."""
         self.is_staged = False
         """The new weights are written beside those in use until the commit."""
         self._is_untouched = True
@@ -58,6 +62,7 @@ class RoundState:
         self.end()
         self._begun.append(round_id)
         self.round_id, self._trainer, self.is_staged = round_id, trainer, is_staged
+        self.base = self.held_round if self._from == trainer else 0
         self.step = RoundStep.PREPARED if is_prepared else RoundStep.BEGUN
 
     def check_id(self, round_id: int) -> None:
@@ -69,6 +74,14 @@ class RoundState:
         """Raise SyncError unless the round is at one of these steps, where ``what`` may come."""
         if self.step not in steps:
             raise SyncError(f"{what} came out of order: this receiver's round {self.step.value}")
+
+    def check_base(self, base: int) -> None:
+        """Raise SyncError unless the weights here are those since which a change is told; 0: it is told whole."""
+        if base and base != self.base:
+            raise SyncError(
+                f"changes since the weights of round {base} came to a receiver that does not have them: it holds "
+                f"{f'those of round {self.base}' if self.base else self._held()}"
+            )
 
     def prepare(self) -> None:
         """Take a plan, again if there is one: nothing of it has come."""
@@ -84,7 +97,7 @@ class RoundState:
 
     def spoil(self) -> None:
         """Note that the weights in use are about to be written."""
-        self.is_whole, self._from = False, ""
+        self.is_whole, self._from, self.held_round = False, "", 0
 
     def complete(self) -> None:
         """Note that all has come; after that nothing is taken but the commit."""
@@ -110,12 +123,13 @@ class RoundState:
             return "a mixture"
         return "what this trainer committed" if self._from == self._trainer else "weights from elsewhere"
 
-    def commit(self) -> None:
-        """End the round: the weights are those of its trainer."""
+    def commit(self, *, has_moved: bool) -> None:
+        """End the round: the weights are those of its trainer, and of an earlier round where none were moved."""
         self.is_whole, self._from = True, self._trainer
+        self.held_round = self.round_id if has_moved else self.held_round
         self.end()
 
     def reloaded(self) -> None:
         """End the round: the weights were loaded from elsewhere, such as from disk."""
-        self.is_whole, self._from = True, ""
+        self.is_whole, self._from, self.held_round = True, "", 0
         self.end()

@@ -16,14 +16,16 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.weight_sync.channels.shared_store import store_of
 from rlcore.engines.weight_sync.endpoint import endpoint_info
-from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, Packing, Sending, decoded
-from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, packing
+from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, Packing, Relaying, Sending, decoded
+from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket, BucketPiece, buckets_of, packing
 from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
+from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, checksum
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup
 from rlcore.engines.weight_sync.transports.reach import SampleMemory
-from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, stamp, views
+from rlcore.engines.weight_sync.transports.sent_buckets import SentBuckets
+from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, views
 from rlcore.errors import StateError
 from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
@@ -73,6 +75,7 @@ class Sender:
         self._events = SlotEvents(device)
         self._buckets: dict[tuple[str, int], list[Bucket]] = {}
         self._packings: dict[tuple[str, int, int], CopyExecution] = {}
+        self._sent = SentBuckets(device)
         self._parts: dict[int, Tensor] = {}
         self._listed: list[Tensor] = []
         self._addresses: list[int] = []
@@ -103,6 +106,7 @@ class Sender:
     def abandon(self, rendezvous: str) -> None:
         """Release what a round held that has failed."""
         self._computed = {}
+        self._sent.drop()
         self._sample.hide()
         self.leave(rendezvous)
 
@@ -172,6 +176,7 @@ class Sender:
         Raises:
             StateError: a receiver does not let go; the memory stays owned.
         """
+        self._sent.leave_device()
         self._num_revoked += bool(self._exports)
         living = {export.export_id for export in self._device.memory.ledger()} if self._exports else set()
         while self._exports:
@@ -212,8 +217,22 @@ class Sender:
             self._buckets[key] = buckets_of(decoded(pieces, list[BucketPiece], "list of pieces"), slot_bytes)
         return len(self._buckets[key])
 
+    def keep_sent(self, digests: list[str], slot_bytes: int) -> list[Any]:
+        """Have memory for a copy of what these plans send, and give up what is kept for others.
+
+        Returns:
+            The round that all copies are of, 0 if there is none, and the reason why there is no memory, or "".
+        """
+        wanted = {
+            (digest, slot_bytes, number): bucket.nbytes
+            for digest in digests
+            for number, bucket in enumerate(self._buckets[digest, slot_bytes])
+        }
+        why_not = self._sent.reserve(wanted)
+        return [self._sent.round_id, why_not]
+
     def pack(self, order: bytes | None) -> int:
-        """Pack a slot, as a ``Packing`` says; returns the payload's bytes.
+        """Pack a slot, as a ``Packing`` says; returns the bytes that it tells.
 
         The device is done when this returns, unless it waits by events.
         """
@@ -222,13 +241,33 @@ class Sender:
         one = decoded(order, Packing, "packing")
         if one.waits_by_event:
             self._events.wait(one.slot)
-        bucket, _ = self._fill(one)
+        told, nbytes, _ = self._fill(one)
         if one.waits_by_event:
             self._events.record(one.slot)
         else:
-            self._buffers(one.slot_bytes).show(one.slot, bucket.nbytes)
+            self._buffers(one.slot_bytes).show(one.slot, nbytes)
             self._device.synchronize()
-        return bucket.payload_bytes
+        return told
+
+    def relay(self, order: bytes | None) -> int:
+        """Pack a slot and send it to other ranks, or receive one, as a ``Relaying`` says; returns the bytes sent."""
+        if order is None:
+            return 0
+        one = decoded(order, Relaying, "relaying")
+        if one.packing is not None:
+            told, nbytes, slot = self._fill(one.packing)
+            if one.targets:
+                self._group(one.rendezvous).send_message(slot[:nbytes], one.targets)
+        else:
+            told, slot = 0, self._buffers(one.slot_bytes).slot(one.slot)
+            nbytes = self._group(one.rendezvous).receive_message(slot, one.source)
+        self._device.synchronize()
+        return told * len(one.targets)
+
+    def _group(self, rendezvous: str) -> SyncGroup:
+        if rendezvous not in self._groups:
+            raise StateError("this sender needs a process group to send; call join() first")
+        return self._groups[rendezvous]
 
     def open_events(self) -> list[Any]:
         """Return this process, and handles of an event for each slot, or none; see ``SlotEvents``."""
@@ -238,7 +277,8 @@ class Sender:
         """Open the events of all receivers; returns False where this device cannot wait for them."""
         return self._events.import_(receivers)
 
-    def _fill(self, order: Packing) -> tuple[Bucket, Tensor]:
+    def _fill(self, order: Packing) -> tuple[int, int, Tensor]:
+        """Pack a slot; returns the bytes that it tells, those in use, and the slot."""
         buckets = self._buckets.get((order.digest, order.slot_bytes))
         if buckets is None:
             raise StateError(f"this sender has no plan {order.digest}; call take_plan() first")
@@ -247,12 +287,18 @@ class Sender:
         copies = self._packings.get(key) or CopyExecution(packing(bucket))
         if not self._computed:  # what is kept would keep what was computed for this load alone
             self._packings[key] = copies
+        if order.is_kept:
+            slot[ALIGNMENT : bucket.nbytes].zero_()  # gaps must not count as changes
         copies.run(self.tensors(), views(slot, bucket))
-        stamp(slot, order.round_id, order.bucket, bucket, is_checked=order.is_checked)
-        return bucket, slot
+        if order.is_kept:
+            used = self._sent.tell(key, slot, bucket, round_id=order.round_id, base=order.base)
+            return used - ALIGNMENT if order.base else bucket.payload_bytes, used, slot
+        total = checksum(slot[ALIGNMENT : bucket.nbytes]) if order.is_checked else None
+        BucketHeader(order.round_id, order.bucket, bucket.nbytes, 0, bucket.nbytes).write(slot, total)
+        return bucket.payload_bytes, bucket.nbytes, slot
 
     def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form a process group for the route "collective"; all senders and receivers together."""
+        """Form a process group: for "collective" all senders and receivers together, for "relayed" all senders."""
         meet = store_of(rendezvous, None)
         self._groups[rendezvous] = SyncGroup(self._device, meet, rank, world_size, timeout_s, address=self._address)
 
@@ -263,15 +309,14 @@ class Sender:
             found.leave()
 
     def send(self, order: bytes) -> int:
-        """Pack and send bucket after bucket, as a ``Sending`` says; returns the payload's bytes for all receivers."""
+        """Pack and send bucket after bucket, as a ``Sending`` says; returns the bytes told to all receivers."""
         sending = decoded(order, Sending, "sending")
-        if sending.rendezvous not in self._groups:
-            raise StateError("send() needs a group; call join() first")
+        group = self._group(sending.rendezvous)
         sent = 0
         for one, ranks in zip(sending.packings, sending.receivers, strict=True):
-            bucket, slot = self._fill(one)
-            self._groups[sending.rendezvous].send(slot[: bucket.nbytes], ranks)
-            sent += bucket.payload_bytes * len(ranks)
+            told, nbytes, slot = self._fill(one)
+            group.send_message(slot[:nbytes], ranks)
+            sent += told * len(ranks)
         self._device.synchronize()
         return sent
 
@@ -291,6 +336,7 @@ class Sender:
         self._sample.hide(timeout_s)
         self.revoke(timeout_s)
         self._drop_staging_buffers(timeout_s)
+        self._sent.drop()
 
     def _drop_staging_buffers(self, timeout_s: float) -> None:
         self._events.drop()

@@ -21,10 +21,15 @@ from rlcore.engines.weight_sync.endpoint import EndpointInfo, check_versions
 from rlcore.engines.weight_sync.messages import PlanSummary, decoded
 from rlcore.engines.weight_sync.options import Clock, RoundOptions
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
-from rlcore.engines.weight_sync.transports.base import MeetingPlace, Transport
+from rlcore.engines.weight_sync.transports.base import MeetingPlace, Surroundings, Transport
 from rlcore.engines.weight_sync.transports.choice import TRANSPORTS, is_unwise, refusal
 from rlcore.engines.weight_sync.transports.in_place import DirectTransport, LocalTransport
-from rlcore.engines.weight_sync.transports.packed import PackedOnHostTransport, PackedTransport
+from rlcore.engines.weight_sync.transports.packed import (
+    PackedOnHostTransport,
+    PackedTransport,
+    SharedSlotsTransport,
+    StagingTransport,
+)
 from rlcore.engines.weight_sync.transports.reach import are_samples_needed
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
@@ -77,6 +82,17 @@ class Agreement:
         return sum(summary.needed_bytes[sender] for summary in self.summaries)
 
 
+@dataclass(frozen=True)
+class SentRound:
+    """The round whose buckets senders have kept, as the base of the next round's changes."""
+
+    round_id: int
+    version: int
+    kind: type[Transport]
+    digests: list[str]
+    staging_bytes: int
+
+
 class SyncSession:
     """Runs the rounds; what the two sides agreed on and opened is kept from round to round.
 
@@ -106,6 +122,8 @@ class SyncSession:
         """The reason why it had to be ``PackedOnHostTransport``, when that was chosen."""
         self.scattered = ""
         """The reason why it is not ``DirectTransport``: memory has moved, and is too much to open again; or ""."""
+        self.sent: SentRound | None = None
+        """The last round, if it was one with ``delta=True``."""
         self.last: list[Any] = []
         """The changes that senders reported (``Sender.begin``) when the receivers got their present weights."""
 
@@ -146,7 +164,7 @@ class SyncSession:
         """Have both sides release what they hold for a round, if they live; the next one opens its transport anew."""
         stores = self.stores
         rendezvous = "".join(store.path for store in stores)
-        self.transports, self.last = {}, []
+        self.transports, self.sent, self.last = {}, None, []
         for side, arguments in ((self.receivers, (rendezvous, why)), (self.senders, (rendezvous,))):
             with contextlib.suppress(RlcoreError):
                 side.call("abandon", [arguments] * len(side), _GRACE_S)
@@ -168,6 +186,8 @@ class _Round:
         self._num_opened = 0
         self._moved = 0
         self._loaded = 0
+        self._is_delta = False
+        self._why_dense = ""
 
     def run(self, poisoned: Callable[[], AbstractContextManager[None]]) -> SyncReport:
         is_same = self._begin()
@@ -179,6 +199,8 @@ class _Round:
             else:
                 stack.enter_context(poisoned())
             self._all_receivers("commit", self._id, self._options.version, has_moved)
+            if has_moved:
+                self._session.sent = self._sent()
         self._session.last = self._changes
         return SyncReport(
             version=self._options.version,
@@ -190,13 +212,15 @@ class _Round:
             fallback_bytes=self._loaded,
             handles_opened=self._num_opened,
             staging_waits_by=self._staging_waits_by(),
+            is_delta=self._is_delta,
+            why_dense=self._why_dense,
             calls_s=dict(self._session.calls_s),
             seconds=self._clock.seconds,
         )
 
     def _staging_waits_by(self) -> str:
         """Return ``SyncReport.staging_waits_by``."""
-        if not self._moved or not issubclass(self._session.kind, PackedTransport):
+        if not self._moved or not issubclass(self._session.kind, SharedSlotsTransport):
             return ""
         return "event" if self._session.transports[self._session.kind].waits_by_event else "host"
 
@@ -227,24 +251,25 @@ class _Round:
         self._id: int = sum(nonces) % (1 << 62)
         staged = self._options.is_staged
         answers = self._all_receivers("begin", self._id, self._session.name, digests[0], self._options.is_same, staged)
-        key = (tuple(infos), tuple(one for one, _, _ in answers), digests[0])
+        key = (tuple(infos), tuple(one for one, *_ in answers), digests[0])
+        self._held: list[int] = [held for *_, held in answers]
         is_known = self._session.agreement is not None and self._session.agreement.key == key
-        if not is_known or not all(is_prepared for _, is_prepared, _ in answers):
+        if not is_known or not all(is_prepared for _, is_prepared, *_ in answers):
             self._agree(key)
             return False
-        is_told_same = all(same) and all(is_same for *_, is_same in answers)
+        is_told_same = all(same) and all(is_same for *_, is_same, _ in answers)
         return is_told_same and all(self._changes) and self._changes == self._session.last
 
     def _agree(self, key: tuple[Any, ...]) -> None:
         for transport in self._session.transports.values():
             transport.close(self._clock.left)
-        self._session.transports, self._session.scattered = {}, ""
+        self._session.transports, self._session.scattered, self._session.sent = {}, "", None
         senders, receivers = ([decoded(one, EndpointInfo, "endpoint info") for one in ends] for ends in key[:2])
         check_versions([*senders, *receivers])
         manifest: bytes = self._all_senders("manifest")[0]
         samples = self._all_senders("show_sample") if are_samples_needed(senders, receivers) else None
         common = [self._session.name, manifest, list(key[0])]
-        calls = [(*common, number, samples) for number in range(len(self._receivers))]
+        calls = [(*common, turn, samples) for turn in _turns(senders, receivers)]
         summaries = self._receivers.call("prepare", calls, self._clock.left())
         if samples is not None:
             self._all_senders("hide_sample")
@@ -268,10 +293,15 @@ class _Round:
 
     @property
     def _network_bytes(self) -> int:
-        """The bytes of weights that went to receivers on other machines than the sender's, in this round."""
+        """The bytes of weights that went from one machine to another in this round."""
         sent = sum((one.sent_bytes for one in self._session.transports.values()), Counter[tuple[int, int]]())
-        machines = [[one.machine for one in side] for side in (self._agreed.senders, self._agreed.receivers)]
-        return sum(nbytes for (of, to), nbytes in sent.items() if machines[0][of] != machines[1][to])
+        machines = self._around.machines
+        return sum(nbytes for (of, to), nbytes in sent.items() if machines[of] != machines[to])
+
+    @property
+    def _around(self) -> Surroundings:
+        machines = [one.machine for one in (*self._agreed.senders, *self._agreed.receivers)]
+        return Surroundings(machines, [summary.are_reached for summary in self._agreed.summaries])
 
     def _test_plans(self) -> None:
         summaries = self._all_receivers("self_test")
@@ -322,6 +352,7 @@ class _Round:
             self._agreed.senders,
             self._agreed.receivers,
             [summary.unreached for summary in self._agreed.summaries],
+            reached=self._around.reached,
             meets_anywhere=self._session.meets_anywhere,
         )
         if not reason and self._options.route is None:
@@ -339,21 +370,77 @@ class _Round:
 
     def _open(self, kind: type[Transport], digests: Sequence[str]) -> Transport:
         known = self._session.transports
-        transport = known.setdefault(kind, kind(self._senders, self._receivers, self._session.meet))
+        transport = known.setdefault(kind, kind(self._senders, self._receivers, self._session.meet, self._around))
         transport.is_asked = self._options.route is not None
         self._num_opened += transport.open(digests, self._staging_bytes, self._generation, self._clock.left)
         return transport
+
+    # ---------------------------------------------------------------------------------------------- delta
+
+    def _choose_base(self, transport: Transport) -> None:
+        """Have the senders tell changes alone, where that was asked for and all have the same base."""
+        if not isinstance(transport, StagingTransport):
+            if self._options.is_delta:
+                self._why_dense = f"{transport.route!r} copies from the trainer's own tensors, and sends nothing"
+            return
+        if not self._options.is_delta:
+            if transport.is_keeping:
+                transport.keep([], self._clock.left)
+            return
+        kept: Sequence[int] = ()
+        self._why_dense = self._why_unreadable()
+        if not self._why_dense:
+            kept, self._why_dense = transport.keep(self._agreed.digests, self._clock.left)
+        if self._why_dense:
+            transport.keep([], self._clock.left)
+            return
+        base = self._session.sent
+        self._why_dense = self._why_no_base(base, kept)
+        if base is not None and not self._why_dense:
+            transport.tell_changes(base.round_id)
+            self._is_delta = True
+
+    def _why_unreadable(self) -> str:
+        for one, summary in zip(self._agreed.receivers, self._agreed.summaries, strict=True):
+            if summary.unreadable:
+                return f"the receiver on {one.device_name} cannot tell what it was sent: {summary.unreadable}"
+        return ""
+
+    def _why_no_base(self, base: SentRound | None, kept: Sequence[int]) -> str:
+        """Return why changes since the last round do not do; "" if they do."""
+        if base is None:
+            return "there is no base yet: the round before was none with delta=True between these, or it failed"
+        if (base.kind, base.digests, base.staging_bytes) != (
+            self._session.kind,
+            self._agreed.digests,
+            self._staging_bytes,
+        ):
+            return f"version {base.version} was sent by another plan or route, or in staging buffers of another size"
+        if any(one != base.round_id for one in kept):
+            return f"a trainer rank has not kept what it sent as version {base.version}"
+        for one, held in zip(self._agreed.receivers, self._held, strict=True):
+            if held != base.round_id:
+                return f"the receiver on {one.device_name} does not hold version {base.version} as this trainer sent it"
+        return ""
+
+    def _sent(self) -> SentRound | None:
+        """Return what the next round's changes may be told against, after this one's commit."""
+        transport = self._session.transports[self._session.kind]
+        if not isinstance(transport, StagingTransport) or not transport.is_keeping:
+            return None
+        return SentRound(self._id, self._options.version, self._session.kind, self._agreed.digests, self._staging_bytes)
 
     # ----------------------------------------------------------------------------------------------- move
 
     def _move(self) -> list[int]:
         """Move all that this round moves; returns what each receiver lacks then."""
         digests, kind = self._agreed.digests, self._session.kind
+        transport = self._open(kind, digests)
+        self._choose_base(transport)
         if not self._agreed.fallback and not self._options.is_verified:
-            transport = self._open(kind, digests)
             self._moved, missing = transport.move_last(self._id, digests, self._options.is_checked, self._clock.left)
             return missing
-        self._moved = self._transfer(digests, kind)
+        self._moved = transport.move(self._id, digests, self._options.is_checked, self._clock.left)
         self._load(self._agreed.fallback)
         self._loaded = self._agreed.nbytes(self._agreed.fallback) * len(self._receivers)
         if self._options.is_verified:
@@ -415,3 +502,13 @@ class _Round:
 
     def _all_receivers(self, method: str, *arguments: Any) -> list[Any]:
         return self._receivers.call(method, [arguments] * len(self._receivers), self._clock.left())
+
+
+def _turns(senders: Sequence[EndpointInfo], receivers: Sequence[EndpointInfo]) -> list[int]:
+    """Return the number by which each receiver chooses among replicas of the trainer that are equally near.
+
+    Those of one machine without a trainer rank choose alike: what they want alike crosses the network once.
+    """
+    here = {one.machine for one in senders}
+    far = list(dict.fromkeys(one.machine for one in receivers if one.machine not in here))
+    return [number if one.machine in here else far.index(one.machine) for number, one in enumerate(receivers)]

@@ -23,7 +23,7 @@ HERE = {
     "docs/losses.md": (0,),
     "docs/offload.md": (1,),
     "docs/plugins.md": (0,),
-    "docs/weight_sync.md": (2,),
+    "docs/weight_sync.md": (3,),
 }
 """Page and numbers of its blocks."""
 
@@ -52,6 +52,9 @@ NOT_RUN = {
         4: "lines for a program in training; tests/engines/test_train_checkpoints.py makes such calls",
         5: "lines for another program; tests/engines/test_checkpoint.py reads a checkpoint so",
     },
+    "docs/parallel.md": {
+        0: "lines for a program with eight devices; tests/engines/test_train_sequence_parallel.py makes such calls"
+    },
     "docs/offload.md": {
         0: "lines for a program with engines; tests/engines/test_offload_swap.py makes such calls",
         2: "asks for more host memory than a test may take",
@@ -62,11 +65,13 @@ NOT_RUN = {
         2: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
     },
     "docs/trl.md": {0: "a part of a program; tests/integrations/test_trl.py makes such calls"},
-    "docs/vllm.md": dict.fromkeys(range(5), "needs vLLM; tests marked vllm make such calls"),
+    "docs/deepspeed.md": {0: "needs DeepSpeed; tests/engines/test_train_deepspeed.py makes such calls"},
+    "docs/vllm.md": dict.fromkeys(range(6), "needs vLLM; tests marked vllm make such calls"),
     "docs/weight_sync.md": {
         0: "lines for a program with engines; tests/engines/weight_sync/test_rounds.py makes such calls",
-        1: "the lines of two processes; tests/engines/weight_sync/test_standalone.py makes such calls",
-        3: "the lines of three processes; tests/engines/weight_sync/test_tcp_control.py makes such calls",
+        1: "lines for a program with engines; tests/engines/weight_sync/test_delta.py makes such calls",
+        2: "the lines of two processes; tests/engines/weight_sync/test_standalone.py makes such calls",
+        4: "the lines of three processes; tests/engines/weight_sync/test_tcp_control.py makes such calls",
     },
 }
 """Page, and the reason for each of its blocks that do not run."""
@@ -144,7 +149,7 @@ def test_the_offloader_on_the_page() -> None:
 def test_the_sync_in_one_thread_on_the_page() -> None:
     model, engine_model = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     names: dict[str, Any] = {"rlcore": rlcore, "model": model, "engine_model": engine_model}
-    exec(blocks("docs/weight_sync.md")[2], names)
+    exec(blocks("docs/weight_sync.md")[3], names)
     assert torch.equal(engine_model.weight, model.weight) and torch.equal(engine_model.bias, model.bias)
 
 

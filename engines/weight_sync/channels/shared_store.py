@@ -6,6 +6,7 @@ answer to a call. So nothing listens for it, on any host, and nobody reaches it 
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -62,6 +63,18 @@ class SharedStore:
 
     def remove(self) -> None:
         _here.pop(self.path, None)
+
+
+def common_stores(all_gather: Callable[[bytes], list[bytes]], common: Callable[[], Store]) -> Callable[[], SharedStore]:
+    """Return what makes the store of each process group of all trainer ranks, who call it in one order.
+
+    Args:
+        all_gather: returns the bytes of all ranks.
+        common: returns a store that all of them reach.
+    """
+    name = all_gather(uuid.uuid4().bytes)[0].hex()
+    numbers = itertools.count()
+    return lambda: SharedStore(f"{name}/{next(numbers)}", common())
 
 
 def store_of(path: str, ask: Ask | None) -> str | Store:

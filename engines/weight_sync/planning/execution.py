@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, unpacking
+from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, repacking, unpacking
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
@@ -47,6 +47,7 @@ class PlanExecution:
         self._slot_bytes = 0
         self._buckets: list[list[Bucket]] = []
         self._unpackers: dict[tuple[int, int], CopyExecution] = {}
+        self._repackers: dict[tuple[int, int], CopyExecution] = {}
         self._whole: CopyExecution | None = None
         self.forget_round()
 
@@ -64,7 +65,7 @@ class PlanExecution:
 
     def let_go(self) -> None:
         """Hold none of the tensors between which it has copied; the next copies are made ready anew."""
-        self._unpackers, self._whole = {}, None
+        self._unpackers, self._repackers, self._whole = {}, {}, None
 
     def buckets(self, slot_bytes: int) -> list[list[Bucket]]:
         """Return the buckets of each sender, cut as the senders cut them.
@@ -79,7 +80,7 @@ class PlanExecution:
                     f"{self._slot_bytes}"
                 )
             self._buckets = [buckets_of(own, slot_bytes) for own in self.pieces]
-            self._unpackers, self._slot_bytes = {}, slot_bytes
+            self._unpackers, self._repackers, self._slot_bytes = {}, {}, slot_bytes
         return self._buckets
 
     def bucket(self, slot_bytes: int, sender: int, number: int) -> Bucket:
@@ -94,6 +95,12 @@ class PlanExecution:
         if (sender, bucket) not in self._unpackers:
             self._unpackers[sender, bucket] = CopyExecution(unpacking(self._buckets[sender][bucket]))
         return self._unpackers[sender, bucket]
+
+    def repacker(self, sender: int, bucket: int) -> CopyExecution:
+        """Return the copies from the destinations back into a slot."""
+        if (sender, bucket) not in self._repackers:
+            self._repackers[sender, bucket] = CopyExecution(repacking(self._buckets[sender][bucket]))
+        return self._repackers[sender, bucket]
 
     def whole(self) -> CopyExecution:
         """Return the copies from all senders' own tensors, by their ``source_name``, to the destinations."""

@@ -1,4 +1,4 @@
-"""The planner: traces an engine's loader, cuts the trace by a trainer's rows, and has the plan tested."""
+"""The planner: traces an engine's loader, cuts the trace by a trainer's boxes, and has the plan tested."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 from rlcore.engines.weight_sync.endpoint import EndpointInfo
-from rlcore.engines.weight_sync.planning.buckets import BucketPiece, dense
+from rlcore.engines.weight_sync.planning.buckets import BucketPiece
 from rlcore.engines.weight_sync.planning.coverage import missing_part
 from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import Replicas, SyncPlan, make_plan, misfits, nearest_rank, replicas
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
-from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical
+from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
 from rlcore.engines.weight_sync.target import Target
 from rlcore.errors import SyncError
 
@@ -71,11 +71,25 @@ class Planner:
 
     @property
     def unreached(self) -> str:
-        """The reason why some rows are with senders alone that the receiver does not reach; "" if there are none."""
+        """The reason why some parts are with senders alone that the receiver does not reach; "" if there are none."""
         everywhere = Replicas((0, 0), list(range(len(self._senders))))  # of weights that every rank computes
         for held in [everywhere, *itertools.chain.from_iterable(map(replicas, self.manifest.layouts))]:
             if all(self._unreached[rank] for rank in held.ranks):
                 return f"the trainer's rank {held.ranks[0]}: {self._unreached[held.ranks[0]]}"
+        return ""
+
+    @property
+    def unreadable(self) -> str:
+        """The reason why what was sent cannot be read back of some tensor, to the bit; "" if it can."""
+        parameters, destinations = self.manifest.parameters, self.plan.destinations
+        kinds = {
+            (parameters[piece.parameter].dtype, destinations[piece.destination].dtype): piece.destination
+            for piece in self.plan.pieces
+        }
+        for (given, dtype), destination in kinds.items():
+            travels_as = _narrower(given, dtype)
+            if not _holds(dtype, travels_as):
+                return f"{destinations[destination].name} is {dtype}, and its values travel as {travels_as}"
         return ""
 
     def _make(self, trace: LoaderTrace, excluded: dict[str, str]) -> SyncPlan:
@@ -141,6 +155,13 @@ def _distance(sender: EndpointInfo, receiver: EndpointInfo, is_reached: bool) ->
 def _narrower(first: str, second: str) -> str:
     """Return the dtype in which values travel: they are rounded at one end or the other anyway."""
     return first if dtype_of(first).itemsize <= dtype_of(second).itemsize else second
+
+
+def _holds(dtype: str, values: str) -> bool:
+    """Return True if a tensor of ``dtype`` gives back the bits of values of another dtype."""
+    own, given = dtype_of(dtype), dtype_of(values)
+    are_floats = own.is_floating_point and given.is_floating_point
+    return own == given or (are_floats and given.itemsize < own.itemsize)
 
 
 def _whole_weights(manifest: WeightManifest, weights: Sequence[int]) -> LoaderTrace:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from rlcore.engines.weight_sync.channels.peers import SyncPeers
 
-Route = Literal["local", "direct", "packed", "collective"]
-ROUTES: tuple[Route, ...] = ("local", "direct", "packed", "collective")
+Route = Literal["local", "direct", "packed", "collective", "relayed"]
+ROUTES: tuple[Route, ...] = ("local", "direct", "packed", "collective", "relayed")
 PATIENCE = 0.7
 """Share of the time left for which one side waits for the other: it can say so before its own caller ends it."""
 TimeLeft = Callable[[], float]
@@ -31,6 +31,15 @@ class MeetingPlace(Protocol):
     def remove(self) -> Callable[[], object]: ...
 
 
+class Surroundings(NamedTuple):
+    """The machines of the two sides, and which memory each receiver can open."""
+
+    machines: list[str]
+    """Boot ids, first those of the senders."""
+    reached: list[list[bool]]
+    """For each receiver, and each sender, True if the receiver can open the sender's memory."""
+
+
 class Transport(ABC):
     """Moves plans between these senders and receivers; what it has opened stays open for the next round.
 
@@ -41,6 +50,7 @@ class Transport(ABC):
         senders: all trainer ranks of the round.
         receivers: all workers of the engines that take the weights.
         meet: makes a place where all of them can meet.
+        around: where all of them are.
     """
 
     route: ClassVar[Route]
@@ -57,12 +67,16 @@ class Transport(ABC):
     store: MeetingPlace | None = None
     """The meeting place of the process group that it has formed, for as long as any member is in the group."""
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
+    def __init__(
+        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
+    ) -> None:
         self._senders = senders
         self._receivers = receivers
         self._meet = meet
+        self._around = around
         self.sent_bytes: Counter[tuple[int, int]] = Counter()
-        """The bytes of weights that went through a process group, by the numbers of sender and receiver."""
+        """The bytes of weights that went through a process group, by the numbers of the ends in ``machines``.
+        """
 
     @property
     def rendezvous(self) -> str:

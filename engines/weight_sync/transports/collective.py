@@ -7,18 +7,24 @@ from functools import partial
 from typing import Any
 
 from rlcore.engines.weight_sync.channels.peers import Call, SyncPeers, at_once
-from rlcore.engines.weight_sync.messages import Packing, Sending
-from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, TimeLeft
+from rlcore.engines.weight_sync.messages import Packing, Reception, Sending
+from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, Surroundings, TimeLeft
 from rlcore.engines.weight_sync.transports.packed import StagingTransport, encode
 
 
 class CollectiveTransport(StagingTransport):
-    """Every sender and receiver is in a process and on a device of its own. No memory is shared."""
+    """Every sender and receiver is in a process and on a device of its own. No memory is shared.
+
+    A bucket goes once to each other machine. One of its receivers there takes it, by turns, and passes it on to the
+    others through the same group, which inside a machine has better ways than the network.
+    """
 
     route = "collective"
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
-        super().__init__(senders, receivers, meet)
+    def __init__(
+        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
+    ) -> None:
+        super().__init__(senders, receivers, meet, around)
         self._timeout_s = 0.0
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
@@ -43,29 +49,33 @@ class CollectiveTransport(StagingTransport):
         sends, receives = self._schedules(steps, digests)
         orders, takes = [(encode(one),) for one in sends], [(encode(one),) for one in receives]
         _, received = self._beside("send", orders, "receive", takes, left())
-        for receiver, (packings, sizes) in enumerate(zip(receives, received, strict=True)):
-            for one, nbytes in zip(packings, sizes, strict=True):
-                self.sent_bytes[one.sender, receiver] += nbytes
+        for receiver, (receptions, sizes) in enumerate(zip(receives, received, strict=True)):
+            for one, nbytes in zip(receptions, sizes, strict=True):
+                self.sent_bytes[one.source, len(self._senders) + receiver] += nbytes
         return sum(map(sum, received))
 
     def _schedules(
         self, steps: Sequence[Sequence[Packing | None]], digests: Sequence[str]
-    ) -> tuple[list[Sending], list[list[Packing]]]:
+    ) -> tuple[list[Sending], list[list[Reception]]]:
         """Return what each sender sends and each receiver receives.
 
-        All members go by one order (step, sender, receiver), so that none waits for one that waits for it.
+        All members go by one order (step, sender, receiver), and what is passed on goes before the next bucket, so that
+        none waits for one that waits for it.
         """
         first = len(self._senders)
         ranks = {digest: [first + r for r, own in enumerate(digests) if own == digest] for digest in digests}
-        sends = []
-        for sender in range(first):
-            packings = [row[sender] for row in steps]
-            filled = [one for one in packings if one is not None]
-            sends.append(
-                Sending(rendezvous=self.rendezvous, packings=filled, receivers=[ranks[one.digest] for one in filled])
-            )
-        everything = [one for row in steps for one in row if one is not None]
-        return sends, [[one for one in everything if one.digest == digest] for digest in digests]
+        sends = [Sending(rendezvous=self.rendezvous, packings=[], receivers=[]) for _ in range(first)]
+        receives: list[list[Reception]] = [[] for _ in digests]
+        for step, row in enumerate(steps):
+            for one in filter(None, row):
+                tree = relay_tree(one.sender, ranks[one.digest], self._around.machines, step)
+                sends[one.sender].packings.append(one)
+                sends[one.sender].receivers.append(tree[one.sender])
+                for source, targets in tree.items():
+                    for target in targets:
+                        reception = Reception(packing=one, source=source, relays=tree.get(target, []))
+                        receives[target - first].append(reception)
+        return sends, receives
 
     def _beside(
         self, of_senders: str, sends: list[Call], of_receivers: str, receives: list[Call], timeout_s: float
@@ -78,3 +88,22 @@ class CollectiveTransport(StagingTransport):
         else:
             finish_sending, finish_receiving = at_once([sending, receiving])
         return finish_sending(), finish_receiving()
+
+
+def relay_tree(sender: int, ranks: Sequence[int], machines: Sequence[str], turn: int) -> dict[int, list[int]]:
+    """Return the ranks that the sender, and each rank that passes a bucket on, sends it to.
+
+    Args:
+        ranks: all that receive it.
+        machines: of every rank.
+        turn: another number for the next bucket, so that each rank of a machine takes its part from the network.
+    """
+    by_machine: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_machine.setdefault(machines[rank], []).append(rank)
+    tree: dict[int, list[int]] = {sender: by_machine.pop(machines[sender], [])}
+    for members in by_machine.values():
+        head = members[turn % len(members)]
+        tree[sender].append(head)
+        tree[head] = [rank for rank in members if rank != head]
+    return tree

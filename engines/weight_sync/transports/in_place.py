@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rlcore.engines.weight_sync.channels.peers import SyncPeers
-from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, TimeLeft, Transport
+from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, Surroundings, TimeLeft, Transport
 from rlcore.errors import UnsupportedError
 
 MOST_HANDLES = 32
@@ -19,8 +19,10 @@ MANY_BYTES = 1 << 28
 class InPlaceTransport(Transport):
     """The plan of each receiver is one batch of copies from the senders' tensors."""
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
-        super().__init__(senders, receivers, meet)
+    def __init__(
+        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
+    ) -> None:
+        super().__init__(senders, receivers, meet, around)
         self._generation = -1
         self._was_open = False
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import msgspec
 
 from rlcore.engines.weight_sync.channels.peers import SyncPeers, at_once
-from rlcore.engines.weight_sync.messages import Packing
-from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, TimeLeft, Transport
+from rlcore.engines.weight_sync.messages import Packing, Relaying
+from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, Surroundings, TimeLeft, Transport
 
 encode = msgspec.msgpack.encode
 
@@ -18,11 +19,15 @@ encode = msgspec.msgpack.encode
 class StagingTransport(Transport):
     """Each sender packs the buckets of all distinct plans into its staging buffers, one plan after the other."""
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
-        super().__init__(senders, receivers, meet)
+    def __init__(
+        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
+    ) -> None:
+        super().__init__(senders, receivers, meet, around)
         self._counts: dict[str, list[int]] = {}
         """For each plan how many buckets each sender packs."""
         self._slot_bytes = 0
+        self._kept: frozenset[str] = frozenset()
+        self._base = 0
 
     def open(self, digests: Sequence[str], slot_bytes: int, generation: int, left: TimeLeft) -> int:
         if slot_bytes != self._slot_bytes:
@@ -32,6 +37,26 @@ class StagingTransport(Transport):
             if digest not in self._counts:
                 self._counts[digest] = self._give_plan(digest, digests, slot_bytes, left)
         return num_opened
+
+    def keep(self, digests: Sequence[str], left: TimeLeft) -> tuple[list[int], str]:
+        """Have senders keep a copy of all that these plans send from now on; with none, give up what they have.
+
+        Returns:
+            The round of which each sender has copies already, 0 for none, and the reason why some cannot, or "".
+        """
+        self._kept, self._base = frozenset(digests), 0
+        found = self._senders.call("keep_sent", [(sorted(self._kept), self._slot_bytes)] * len(self._senders), left())
+        rounds, reasons = zip(*found, strict=True)
+        return list(rounds), next(filter(None, reasons), "")
+
+    def tell_changes(self, base: int) -> None:
+        """Tell what the plans of ``keep`` send as changes since round ``base``, which senders and receivers have."""
+        self._base = base
+
+    @property
+    def is_keeping(self) -> bool:
+        """Senders keep copies of what they send."""
+        return bool(self._kept)
 
     @abstractmethod
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
@@ -55,30 +80,44 @@ class StagingTransport(Transport):
         ]
         return [
             [
-                one
-                and Packing(
-                    round_id=round_id,
-                    digest=one[0],
-                    slot_bytes=self._slot_bytes,
-                    bucket=one[1],
-                    slot=step % 2,
-                    is_checked=is_checked(step),
-                    waits_by_event=self.waits_by_event,
-                    sender=sender,
-                )
+                one and self._packing(round_id, *one, sender=sender, step=step, is_checked=is_checked(step))
                 for sender, one in enumerate(row)
             ]
             for step, row in enumerate(zip_longest(*sequences))
         ]
 
+    def _packing(self, round_id: int, digest: str, bucket: int, *, sender: int, step: int, is_checked: bool) -> Packing:
+        return Packing(
+            round_id=round_id,
+            digest=digest,
+            slot_bytes=self._slot_bytes,
+            bucket=bucket,
+            slot=step % 2,
+            is_checked=is_checked,
+            is_kept=digest in self._kept,
+            base=self._base if digest in self._kept else 0,
+            waits_by_event=self.waits_by_event,
+            sender=sender,
+            holder=sender,
+        )
 
-class PackedTransport(StagingTransport):
-    """Receivers open the senders' staging buffers; one buffer is unpacked while the other is packed."""
 
-    route = "packed"
+class SlotStep(NamedTuple):
+    """One slot of every sender is filled, and unpacked then."""
 
-    def __init__(self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace]) -> None:
-        super().__init__(senders, receivers, meet)
+    fillings: Sequence[Packing | Relaying | None]
+    """For each sender what it does to fill its slot; None: nothing."""
+    unpackings: list[list[Packing]]
+    """For each receiver what it unpacks then."""
+
+
+class SharedSlotsTransport(StagingTransport):
+    """Receivers open the senders' staging buffers; one buffer is unpacked while the other is filled."""
+
+    def __init__(
+        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
+    ) -> None:
+        super().__init__(senders, receivers, meet, around)
         self._handles: list[bytes] = []
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
@@ -102,30 +141,31 @@ class PackedTransport(StagingTransport):
         return all(self._senders.call("import_events", [(of_receivers,)] * len(self._senders), left()))
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: TimeLeft) -> int:
-        steps = self._steps(round_id, digests, is_checked)
+        steps = self._schedule(round_id, digests, is_checked)
         moved = 0
         for filling, full in zip([*steps, None], [None, *steps], strict=True):
-            moved += self._step(filling, full, digests, left)
+            moved += self._step(filling, full, left)
         return moved
 
-    def _step(
-        self,
-        filling: list[Packing | None] | None,
-        full: list[Packing | None] | None,
-        digests: Sequence[str],
-        left: TimeLeft,
-    ) -> int:
-        """Pack one slot of each sender while the slots of the step before are unpacked; returns the bytes unpacked."""
+    @abstractmethod
+    def _schedule(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool]) -> list[SlotStep]:
+        """Return what happens to the slots, step after step."""
+
+    @abstractmethod
+    def _fill(self, step: SlotStep, left: TimeLeft) -> None:
+        """Have each sender fill a slot."""
+
+    def _step(self, filling: SlotStep | None, full: SlotStep | None, left: TimeLeft) -> int:
+        """Fill one slot of each sender while the slots of the step before are unpacked; returns the bytes unpacked."""
 
         def pack() -> None:
             if filling is not None:
-                self._senders.call("pack", [(one and encode(one),) for one in filling], left())
+                self._fill(filling, left)
 
         def unpack() -> int:
             if full is None:
                 return 0
-            calls = [(encode([one for one in full if one is not None and one.digest == digest]),) for digest in digests]
-            return sum(self._receivers.call("unpack", calls, left()))
+            return sum(self._receivers.call("unpack", [(encode(own),) for own in full.unpackings], left()))
 
         if filling is None or full is None or (self._senders.is_here and self._receivers.is_here):
             pack()
@@ -133,6 +173,21 @@ class PackedTransport(StagingTransport):
         if self._senders.is_here:  # the calling thread is theirs
             return int(at_once([pack, unpack])[1])
         return int(at_once([unpack, pack])[0])
+
+
+class PackedTransport(SharedSlotsTransport):
+    """Each sender packs its own buckets, and every receiver opens the staging buffers of all that it needs."""
+
+    route = "packed"
+
+    def _schedule(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool]) -> list[SlotStep]:
+        return [
+            SlotStep(row, [[one for one in row if one is not None and one.digest == digest] for digest in digests])
+            for row in self._steps(round_id, digests, is_checked)
+        ]
+
+    def _fill(self, step: SlotStep, left: TimeLeft) -> None:
+        self._senders.call("pack", [(one and encode(one),) for one in step.fillings], left())
 
 
 class PackedOnHostTransport(PackedTransport):

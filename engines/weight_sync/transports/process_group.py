@@ -9,6 +9,8 @@ from torch import Tensor
 from rlcore._torch_private import Store
 from rlcore.collectives.groups import new_group
 from rlcore.device import Device
+from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT
+from rlcore.engines.weight_sync.transports.bucket_header import check_message_bytes, header_of
 from rlcore.errors import SyncError
 from rlcore.process.network_interface import use_interface_of
 
@@ -30,12 +32,25 @@ class SyncGroup:
             device, rank=rank, world_size=world_size, rendezvous=meet, timeout_s=timeout_s, name="weights"
         )
 
-    def send(self, data: Tensor, ranks: Sequence[int]) -> None:
+    def send_message(self, message: Tensor, ranks: Sequence[int]) -> None:
+        """Send a packed slot, [n] uint8, all in use: its header, which tells its size, and the rest."""
         for rank in ranks:
-            self._group.send(data, rank)
+            self._group.send(message[:ALIGNMENT], rank)
+            if message.numel() > ALIGNMENT:
+                self._group.send(message[ALIGNMENT:], rank)
 
-    def receive(self, data: Tensor, rank: int) -> None:
-        self._group.recv(data, rank)
+    def receive_message(self, slot: Tensor, rank: int) -> int:
+        """Overwrite a slot, [slot_bytes] uint8, by what a rank sends; returns the bytes in use.
+
+        Raises:
+            SyncError: it would not fit.
+        """
+        self._group.recv(slot[:ALIGNMENT], rank)
+        header = header_of(slot)
+        check_message_bytes(header, slot.numel())
+        if header.message_bytes > ALIGNMENT:
+            self._group.recv(slot[ALIGNMENT : header.message_bytes], rank)
+        return header.message_bytes
 
     def leave(self) -> None:
         """Leave at once: the others may be elsewhere, or gone."""

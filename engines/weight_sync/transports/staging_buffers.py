@@ -1,8 +1,4 @@
-"""The two staging buffers of a sender, called slots, through which its buckets go.
-
-A packed slot begins with a header, so that a receiver knows what it reads: a bucket that is stale, incomplete, damaged
-or came twice is refused before it is copied.
-"""
+"""The two staging buffers of a sender, called slots, through which its buckets go, each with its header."""
 
 from __future__ import annotations
 
@@ -15,16 +11,11 @@ from rlcore import held_memory
 from rlcore.device import Device
 from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket
 from rlcore.engines.weight_sync.planning.manifest import dtype_of
-from rlcore.errors import DeviceError, InvalidInputError, SyncError
+from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle
 
 NUM_SLOTS = 2
-HEADER = 4
-"""int64 values: round, bucket, bytes, checksum."""
-_COLUMNS = 1024
-_COLUMN_FACTOR = 5
-_ROW_FACTOR = 2 * _COLUMN_FACTOR * _COLUMNS + 2  # above what the weights of two columns differ by; even
 
 
 class StagingBuffers:
@@ -110,52 +101,3 @@ def check_slot_bytes(slot_bytes: int) -> None:
         raise InvalidInputError(
             f"a staging buffer must be a multiple of {ALIGNMENT} bytes and at least {2 * ALIGNMENT}, got {slot_bytes!r}"
         )
-
-
-# ------------------------------------------------------------------------------------------------- header
-
-
-def stamp(slot: Tensor, round_id: int, number: int, bucket: Bucket, *, is_checked: bool) -> None:
-    """Write the header of a bucket, on the device, after the copies that pack the slot."""
-    header = torch.tensor([round_id, number, bucket.nbytes, 0], dtype=torch.int64).to(slot.device)
-    if is_checked:
-        header[-1] = checksum(slot[ALIGNMENT : bucket.nbytes])
-    slot.view(torch.int64)[:HEADER] = header
-
-
-def check(slot: Tensor, round_id: int, number: int, bucket: Bucket, *, is_checked: bool) -> None:
-    """Raise SyncError unless the slot holds this bucket of this round, whole."""
-    head = slot.view(torch.int64)[:HEADER]
-    found_round, found_number, found_bytes, found_sum = head.tolist()
-    if (found_round, found_number, found_bytes) != (round_id, number, bucket.nbytes):
-        raise SyncError(
-            f"bucket {number} of round {round_id} was expected in a staging buffer, with {bucket.nbytes} bytes, and it "
-            f"holds bucket {found_number} of round {found_round}, with {found_bytes}"
-        )
-    if is_checked and int(checksum(slot[ALIGNMENT : bucket.nbytes])) != found_sum:
-        raise SyncError(f"bucket {number} of round {round_id} is damaged: its {bucket.nbytes} bytes have another sum")
-
-
-def checksum(data: Tensor) -> Tensor:
-    """Return a number that changes with every single change.
-
-    Exchanged parts change it too, unless the sums of their words are equal or differ in high bits alone.
-
-    Args:
-        data: [n] uint8, n a multiple of 8, aligned to 8 bytes.
-
-    Returns:
-        int64 scalar on the device of ``data``.
-    """
-    words = data.view(torch.int64)
-    # Each word is multiplied by an odd number of its own: the difference of one cannot vanish modulo 2^64.
-    rows = words.numel() // _COLUMNS
-    grid, last = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
-    by_column, by_row = grid.sum(0), torch.cat([grid.sum(1), last.sum(0, keepdim=True)])
-    by_column[: last.numel()] += last
-    return _weighted(by_column) * _COLUMN_FACTOR + _weighted(by_row) * _ROW_FACTOR
-
-
-def _weighted(values: Tensor) -> Tensor:
-    weights = torch.arange(values.numel(), device=values.device) * 2 + 1
-    return (values * weights).sum()

@@ -46,11 +46,14 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def send(wanted: dict[str, Any], say: Any) -> None:
     num_elements = wanted.get("num_elements", 1000)
     held = weights(num_elements, 0)
-    (control,) = rlcore.accept_controls(wanted["address"], 1, key=KEY)
-    sender = rlcore.WeightSender(held, [control])
+    controls = rlcore.accept_controls(wanted["address"], wanted.get("num_receivers", 1), key=KEY)
+    sender = rlcore.WeightSender(held, controls)
     for version, options in enumerate(wanted["rounds"], 1):
-        for name, tensor in weights(num_elements, version).items():
-            held[name].copy_(tensor)
+        if options.get("delta") and version > 1:
+            held["large"][version::100] += 1
+        else:
+            for name, tensor in weights(num_elements, version).items():
+                held[name].copy_(tensor)
         started = time.monotonic()
         try:
             report = sender.send(version=version, **options)
@@ -62,10 +65,13 @@ def send(wanted: dict[str, Any], say: Any) -> None:
             digest=digest(held),
             moved_bytes=report.moved_bytes,
             network_bytes=report.network_bytes,
+            is_delta=report.is_delta,
+            why_dense=report.why_dense,
             seconds=report.seconds,
         )
     sender.close()
-    control.close()
+    for control in controls:
+        control.close()
 
 
 def receive(wanted: dict[str, Any], say: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlcore.engines.weight_sync.transports.staging_buffers import checksum
+from rlcore.engines.weight_sync.transports.bucket_header import checksum
 
 
 def words(count: int) -> Tensor:

@@ -130,6 +130,33 @@ class World:
         with interrupted(version) if is_interrupted else nullcontext():
             self.receiver.unpack(msgspec.msgpack.encode([wanted]))
 
+    def unpack_changes(self, version: int, bucket: int, base: int, *, is_base_another: bool = False) -> None:
+        """Unpack a bucket that is told as what changed since a round.
+
+        Args:
+            is_base_another: what the sender has kept of that round has half of the new values already, so that it tells
+                the other half alone.
+        """
+        whole = Packing(
+            round_id=base,
+            digest=self.digest,
+            slot_bytes=SLOT_BYTES,
+            bucket=bucket,
+            slot=0,
+            is_checked=True,
+            is_kept=True,
+        )
+        self.sender.keep_sent([self.digest], SLOT_BYTES)
+        self._trained(base)
+        if is_base_another:
+            for tensor in self.given.values():
+                tensor[: ELEMENTS // 2] = version
+        self.sender.pack(msgspec.msgpack.encode(whole))
+        self._trained(version)
+        order = msgspec.structs.replace(whole, round_id=version, base=base)
+        self.sender.pack(msgspec.msgpack.encode(order))
+        self.receiver.unpack(msgspec.msgpack.encode([order]))
+
     def _trained(self, version: int) -> None:
         for tensor in self.given.values():
             tensor.fill_(version)
@@ -254,6 +281,23 @@ def packed(version: int) -> list[Message]:
     ]
 
 
+def unpack_changes(version: int, bucket: int, is_base_another: bool, world: World) -> None:
+    world.unpack_changes(version, bucket, 3 - version, is_base_another=is_base_another)
+
+
+def told(version: int) -> list[Message]:
+    """Rounds 1 and 2, whose buckets come whole or as changes since the other."""
+    return [
+        *steps_of(version),
+        *(Message(f"unpack {version}/{bucket}", partial(unpack, version, bucket, version)) for bucket in (0, 1)),
+        *(
+            Message(f"unpack {version}/{bucket} as changes", partial(unpack_changes, version, bucket, False))
+            for bucket in (0, 1)
+        ),
+        Message(f"unpack {version}/0 as changes of another base", partial(unpack_changes, version, 0, True)),
+    ]
+
+
 def staged(version: int) -> list[Message]:
     return [*packed(version), Message(f"commit {version}, interrupted", partial(commit_interrupted, version))]
 
@@ -270,6 +314,7 @@ def loaded(version: int) -> list[Message]:
 KINDS = {
     "in place": (World, in_place),
     "packed": (World, packed),
+    "told": (World, told),
     "staged": (lambda: World(is_staged=True), staged),
     "loaded": (lambda: World(is_changed=True), loaded),
 }
@@ -310,7 +355,7 @@ def search(kind: str) -> Finding:
     return Finding(len(paths), committed, mixtures)
 
 
-SLOW = {"staged", "loaded"}
+SLOW = {"staged", "loaded", "told"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS])
@@ -333,6 +378,13 @@ def test_no_order_of_messages_ends_in_a_mixture_that_is_called_whole(kind: str) 
 def test_the_search_finds_a_receiver_that_believes(owner: type, method: str, answer: Any) -> None:
     with mock.patch.object(owner, method, lambda *_, **__: answer):
         assert search("packed").mixtures
+
+
+@pytest.mark.slow
+def test_the_search_finds_a_receiver_that_applies_changes_to_whatever_it_has() -> None:
+    with mock.patch.object(receiver_module, "check_sum"):
+        found = search("told").mixtures
+    assert found and all("as changes of another base" in order for order in found)
 
 
 def test_versions_are_read_from_all_elements() -> None:
@@ -362,7 +414,7 @@ def committed_state() -> RoundState:
     state.begin(1, TRAINER, is_staged=False, is_prepared=True)
     state.moves("data", writes_weights=True)
     state.complete()
-    state.commit()
+    state.commit(has_moved=True)
     return state
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.weight_sync.channels.peers import Call, SyncPeers
+from rlcore.engines.weight_sync.transports.base import Surroundings
 from rlcore.engines.weight_sync.transports.packed import PackedTransport
 
 DEADLINE_S = 60.0
@@ -47,7 +48,7 @@ def test_slots_are_filled_and_emptied_side_by_side(here: str) -> None:
     is_met = here != "both"  # they share the calling thread
     senders = Side("trainer", begun, is_here=here in {"senders", "both"}, is_met=is_met)
     receivers = Side("sampler", begun, is_here=here in {"receivers", "both"}, is_met=is_met)
-    transport = PackedTransport(senders, receivers, StoreFolder)
+    transport = PackedTransport(senders, receivers, StoreFolder, Surroundings([], []))
     transport._counts, transport._slot_bytes = {"plan": [4]}, 1024
     assert transport.move(1, ["plan"], lambda step: False, lambda: DEADLINE_S) == 40
     for side in (senders, receivers):

@@ -378,7 +378,7 @@ def test_ends_with_two_versions_of_rlcore_are_refused_and_serve_what_they_had(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"route": "ipc"}, "route must be one of local, direct, packed, collective, or None, got 'ipc'"),
+        ({"route": "ipc"}, "route must be one of local, direct, packed, collective, relayed, or None, got 'ipc'"),
         ({"checksums": "some"}, "checksums must be one of off, sample, always, got 'some'"),
         ({"staging_bytes": 1000}, "a staging buffer must be a multiple of 512 bytes and at least 1024, got 1000"),
         ({"version": -1}, "version must be a whole number of at least 0, or None, got -1"),
