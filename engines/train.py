@@ -89,7 +89,8 @@ class TrainEngine(CheckpointedEngine):
             sequence_parallel_size: workers that share each part, every micro-batch cut into as many runs of tokens
                 (Ulysses): for sequences that are too long for one device. It must divide the attention's query heads.
             options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
-                ``rlcore.engines.fsdp2.sharding.Sharding``.
+                ``rlcore.engines.fsdp2.sharding.Sharding``, for "deepspeed" those of
+                ``rlcore.engines.deepspeed.options.ZeroOptions``.
         """
         sizes = {"replicas": replicas, "sequence_parallel_size": sequence_parallel_size}
         for name, value in (sizes | {"data_parallel_size": data_parallel_size}).items():
@@ -101,6 +102,7 @@ class TrainEngine(CheckpointedEngine):
         return super().build(data_parallel_size=replicas * data_parallel_size * sequence_parallel_size, **options)
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
+        self._executor_class.check_packages()
         if self._sequence_parallel_size > 1:
             self._module.check_sequence_parallel(self._sequence_parallel_size)
 

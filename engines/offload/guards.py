@@ -58,6 +58,10 @@ class Guard:
         """Refuse ``zero_grad``, which would not find the gradients that come back later."""
         self._handles += [_Replaced(owner, "zero_grad", message) for owner in owners]
 
+    def guard_method(self, owner: object, name: str, message: str) -> None:
+        """Refuse one method of an object."""
+        self._handles.append(_Replaced(owner, name, message))
+
     def lift(self) -> None:
         _lift(self._handles)
 

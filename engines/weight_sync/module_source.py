@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 
 import torch
@@ -20,11 +20,24 @@ class ModuleSourceTensors:
     """The ``SourceTensors`` of one rank of a module that is sharded over ``num_ranks``.
 
     The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
+
+    Args:
+        views: gives the weights with the parameters as they are sharded; None is ``module.weight_views``.
+        release: frees what is gathered; None does so for FSDP.
     """
 
-    def __init__(self, module: TrainModule, num_ranks: int) -> None:
+    def __init__(
+        self,
+        module: TrainModule,
+        num_ranks: int,
+        *,
+        views: Callable[[], Iterable[WeightView]] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self._module = module
         self._num_ranks = num_ranks
+        self._weight_views = views or module.weight_views
+        self._release = release or (lambda: _reshard(module))
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
@@ -60,22 +73,25 @@ class ModuleSourceTensors:
 
     def _refresh(self) -> RankParameters:
         """Return the description of the module, a new one when the module has other parameters."""
-        present = _resharded(self._module)
+        self._release()
+        present = _parameters(self._module)
         if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
-            self._views = list(self._module.weight_views())
+            self._views = list(self._weight_views())
             self._parameters = describe(self._views, self._num_ranks)
             self._known, self._parts = present, []
         return self._parameters
 
 
-def _resharded(root: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters, after freeing what FSDP keeps gathered after a forward without a backward."""
+def _reshard(root: nn.Module) -> None:
+    """Free what FSDP keeps gathered after a forward without a backward."""
     stop_computing(root)
-    modules = list(_modules(root))
-    for module in modules:
+    for module in _modules(root):
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [found for module in modules for found in own_parameters(module).values() if found is not None]
+
+
+def _parameters(root: nn.Module) -> list[nn.Parameter]:
+    return [found for module in _modules(root) for found in own_parameters(module).values() if found is not None]
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -95,7 +111,7 @@ def _computed(found: WeightView) -> Tensor:
     if found.compute is not None:
         return found.compute().contiguous()
     assert found.parameter is not None
-    gathered = whole(found.parameter.detach()).contiguous()
+    gathered = whole(found.parameter).contiguous()
     view = found.view
     offset = gathered.storage_offset() + int(view.storage_offset())
     return gathered.as_strided(view.shape, view.stride(), offset).contiguous()

@@ -12,7 +12,7 @@ _MEASURED = {"staleness", "sampler_idle", "trainer_idle", "sync", "engine_failur
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Counts since the beginning. ``str()`` of it is a report of a few lines."""
+    """Counts since the beginning, and shares of the timeline's time. ``str()`` of it is a report of a few lines."""
 
     begun: int
     """Episodes that have begun; one that begins anew counts again."""
@@ -53,10 +53,10 @@ class RolloutStats:
         *,
         lanes: Sequence[str],
         trainer: str,
-        total_s: float,
         engine_failures: int,
         requests_moved: int,
     ) -> RolloutStats:
+        total_s = max(timeline.total_s, 1e-9)
         counted = set(cls.__slots__) - _MEASURED
         return cls(
             **{name: counts.get(name, 0) for name in counted},

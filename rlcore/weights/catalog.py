@@ -36,7 +36,7 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
 
     def value(base: str, asker: str) -> Tensor:
         name = own_names[base]
-        return merged.weight(name, asker) if merged.changes(name) else whole(tensors[base].detach())
+        return merged.weight(name, asker) if merged.changes(name) else whole(tensors[base])
 
     def seen(name: str, base: str, view: Tensor) -> Tensor:
         return seen_in(value(base, name), view)

@@ -120,8 +120,8 @@ def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
 
 
 def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity() -> None:
-    with controller(max_staleness=0, batch_size=1) as rollout:
-        batch = rollout.rollout_batch([5, 1, 3])
+    with controller(max_staleness=0, batch_size=1, accept=lambda group: group[0].reward != 2) as rollout:
+        batch = rollout.rollout_batch([5, 1, 2, 3])
         assert batch["rewards"].tolist() == [5, 1, 3] and rollout.stats.staleness == {0: 3}
         assert [one.data for one in rollout.evaluate([2, 1])] == [2, 1] and rollout.stats.given == 3
         with pytest.raises(RolloutTimeoutError, match=r"0 of 1 episodes ended within 0\.05 s"):
