@@ -25,7 +25,7 @@ STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
 _LONGEST_WAIT_S = 60.0
 _MOST_NOTES = 7
-"""Of so many other ranks an error shows what they said; of hundreds nobody reads it."""
+"""The number of other ranks whose errors are shown; nobody reads those of hundreds."""
 _LOOK_S = 0.5
 """How often workers are looked at that may be stopped."""
 sending = threading.RLock()
