@@ -39,18 +39,24 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     """The digest of all bytes of all tensors."""
     found = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def on_device(tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors on the device that is wanted, by default the host."""
+    return {name: tensor.to(wanted.get("device", "cpu")) for name, tensor in tensors.items()}
 
 
 def send(wanted: dict[str, Any], say: Any) -> None:
     num_elements = wanted.get("num_elements", 1000)
-    held = weights(num_elements, 0)
+    held = on_device(weights(num_elements, 0), wanted)
     controls = rlcore.accept_controls(wanted["address"], wanted.get("num_receivers", 1), key=KEY)
     sender = rlcore.WeightSender(held, controls)
     for version, options in enumerate(wanted["rounds"], 1):
+        every = options.pop("every", 100)
         if options.get("delta") and version > 1:
-            held["large"][version::100] += 1
+            held["large"][version::every] += 1
         else:
             for name, tensor in weights(num_elements, version).items():
                 held[name].copy_(tensor)
@@ -75,7 +81,7 @@ def send(wanted: dict[str, Any], say: Any) -> None:
 
 
 def receive(wanted: dict[str, Any], say: Any) -> None:
-    held = weights(wanted.get("num_elements", 1000), 0)
+    held = on_device(weights(wanted.get("num_elements", 1000), 0), wanted)
     control = rlcore.connect_control(wanted["address"], key=KEY)
     receiver = rlcore.WeightReceiver(held, control)
     error = ""
