@@ -16,10 +16,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.weight_sync import receiver as receiver_module
 from rlcore.errors import RlcoreError
 from rlcore.process.framing import take_standard_output
 
@@ -39,18 +41,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     """The digest of all bytes of all tensors."""
     found = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def on_device(tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors on the device that is wanted, by default the host."""
-    return {name: tensor.to(wanted.get("device", "cpu")) for name, tensor in tensors.items()}
 
 
 def send(wanted: dict[str, Any], say: Any) -> None:
     num_elements = wanted.get("num_elements", 1000)
-    held = on_device(weights(num_elements, 0), wanted)
+    held = weights(num_elements, 0)
     controls = rlcore.accept_controls(wanted["address"], wanted.get("num_receivers", 1), key=KEY)
     sender = rlcore.WeightSender(held, controls)
     for version, options in enumerate(wanted["rounds"], 1):
@@ -81,7 +78,10 @@ def send(wanted: dict[str, Any], say: Any) -> None:
 
 
 def receive(wanted: dict[str, Any], say: Any) -> None:
-    held = on_device(weights(wanted.get("num_elements", 1000), 0), wanted)
+    held = weights(wanted.get("num_elements", 1000), 0)
+    if "kind" in wanted:  # its device says so of itself
+        own = receiver_module.endpoint_info
+        receiver_module.endpoint_info = lambda device: msgspec.structs.replace(own(device), device=wanted["kind"])
     control = rlcore.connect_control(wanted["address"], key=KEY)
     receiver = rlcore.WeightReceiver(held, control)
     error = ""

@@ -18,7 +18,7 @@ __all__ = ["start_hosts", "two_hosts"]  # fixtures
 MEBI = 1 << 20
 NUM_ELEMENTS = 2 * MEBI  # of 4 bytes
 NBYTES = 4 * NUM_ELEMENTS + 2 * 21
-LIMITED = {"timeout_s": 60, "staging_bytes": MEBI}
+LIMITED = {"timeout_s": 100, "staging_bytes": MEBI}
 
 
 def test_a_bucket_goes_once_to_each_machine_and_by_turns_through_its_ranks() -> None:
