@@ -326,7 +326,7 @@ _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 def line_of(data: bytes, path: str) -> int:
     """Return the line, from 1, on which the value at ``path`` ("$.cases[0].name") begins.
 
-    Where the path leads to nothing it is the line of the last value on the way; ``data`` must be JSON.
+    Where the path leads to nothing, or to what is no JSON, it is the line of the last value on the way.
     """
     value: bytes | msgspec.Raw = data
     for name, index in _STEP.findall(path):
@@ -335,7 +335,7 @@ def line_of(data: bytes, path: str) -> int:
                 value = msgspec.json.decode(value, type=dict[str, msgspec.Raw])[name]
             else:
                 value = msgspec.json.decode(value, type=list[msgspec.Raw])[int(index)]
-        except LookupError:
+        except (LookupError, msgspec.DecodeError, UnicodeDecodeError):
             break
     return data.count(b"\n", 0, _address(value) - _address(data)) + 1
 

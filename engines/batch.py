@@ -37,7 +37,8 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
         ``per_sequence`` as [N].
 
     Raises:
-        InvalidInputError: no completion, or another number of values than completions.
+        InvalidInputError: no completion, another number of values than completions, or a NaN or infinity for one that
+            has tokens.
     """
     if wrong := [output for output in outputs if not hasattr(output, "prompt_token_ids")]:
         raise InvalidInputError(f"collate() takes what generate() returned, got a list that has {wrong[0]!r:.200}")
@@ -58,13 +59,20 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
         batch["attention_mask"][row, :stop] = True
         batch["loss_mask"][row, start:stop] = True
         batch["old_logprobs"][row, start:stop] = torch.tensor(completion.logprobs)
-    return batch | {name: _one_each(name, value, len(sequences)) for name, value in per_sequence.items()}
+    is_trained_N = batch["loss_mask"].any(1)
+    return batch | {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
 
 
-def _one_each(name: str, value: Any, num_sequences: int) -> Tensor:
+def _one_each(name: str, value: Any, is_trained_N: Tensor) -> Tensor:
     flat = _on_host(name, value).flatten()
-    if len(flat) != num_sequences:
-        raise InvalidInputError(f"collate() got {len(flat)} {name} for {num_sequences} completions; give one each")
+    if len(flat) != len(is_trained_N):
+        raise InvalidInputError(f"collate() got {len(flat)} {name} for {len(is_trained_N)} completions; give one each")
+    if flat.is_floating_point() and (bad_N := ~flat.isfinite() & is_trained_N).any():
+        first = int(bad_N.nonzero()[0])
+        raise InvalidInputError(
+            f"collate() got {flat[first]:g} among {name}, for completion {first}; give finite numbers, or leave the "
+            "completion out"
+        )
     return flat
 
 

@@ -1,4 +1,4 @@
-"""``NeedParallel(x)``: an argument to be split over the data-parallel workers; all others are copied."""
+"""``NeedParallel(x)``: an argument to be split over data-parallel or sequence-parallel workers; others are copied."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, NUMBER
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import balance, inverse_permutation
+from rlcore.packed.sequence_parallel import own_tokens
 
 Gather = Literal["list", "cat", "first", "mean"]
 """How the results of the workers become one."""
@@ -22,9 +23,14 @@ Gather = Literal["list", "cat", "first", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class NeedParallel:
-    """Split ``data`` along its first dimension: a sequence, a tensor, a TensorDict, or a dict of them.
+    """Split ``data``, a sequence, a tensor, a TensorDict, or a dict of them, over the workers.
 
-    Workers get contiguous parts whose sizes differ by at most one; with fewer rows than workers, some get none.
+    "dp" splits the first dimension over the data-parallel workers. They get contiguous parts whose sizes differ by at
+    most one; with fewer rows than workers, some get none. The sequence-parallel workers of one get the same.
+
+    "seq" splits tokens over the sequence-parallel workers, as ``hidden_states`` does: all parts have the same size but
+    the last ones. The tokens are the only dimension of a packed [T], the second one of a padded [N, L, ...], and those
+    of each row of a list of rows. Every data-parallel worker gets the same.
     """
 
     data: Any
@@ -33,16 +39,20 @@ class NeedParallel:
     """A cost for each row, such as its tokens: workers get parts of about equal cost, rows in their order."""
 
     def __post_init__(self) -> None:
-        if self.type == "seq":
-            raise UnsupportedError("NeedParallel(type='seq')", "no executor splits sequences yet; use type='dp'")
-        if self.type != "dp":
+        if self.type not in ("dp", "seq"):
             raise InvalidInputError(f"NeedParallel.type must be 'dp' or 'seq', got {self.type!r}")
         rows = _num_rows(self.data)
+        if self.type == "seq":
+            _check_tokens(self.data)
         if self.balance_by is not None:
+            if self.type == "seq":
+                raise InvalidInputError("NeedParallel.balance_by deals out rows; type='seq' splits the tokens of each")
             _check_costs(self.balance_by, rows)
 
     def split(self, parts: int) -> list[Any]:
         """Return ``parts`` pieces; without ``balance_by`` they are contiguous and in order."""
+        if self.type == "seq":
+            return [_tokens(self.data, part, parts) for part in range(parts)]
         if self.balance_by is not None:
             return [_select(self.data, rows) for rows in self.rows_of(parts)]
         rows = _num_rows(self.data)
@@ -102,13 +112,49 @@ def _select(data: Any, rows: list[int]) -> Any:
     return [data[row] for row in rows]
 
 
+def _check_tokens(data: Any) -> None:
+    """Refuse data whose tokens are not in a known dimension, and rows of several lengths."""
+    if isinstance(data, Mapping) and not _is_tensordict(data):
+        for value in data.values():
+            _check_tokens(value)
+    elif isinstance(data, Sequence):
+        rows = [row for row in data if isinstance(row, Sequence) or (isinstance(row, Tensor) and row.dim())]
+        if rows and (len(rows) != len(data) or len({len(row) for row in rows}) > 1):
+            raise InvalidInputError("NeedParallel(type='seq') takes rows of one length; pad them, or pack them to [T]")
+
+
+def _tokens(data: Any, part: int, parts: int) -> Any:
+    """Return one part of the tokens of a row, or of each of several rows."""
+    if _is_tensordict(data):
+        return data.apply(lambda value: _tokens(value, part, parts), batch_size=data.batch_size[:1])
+    if isinstance(data, Mapping):
+        return {name: _tokens(value, part, parts) for name, value in data.items()}
+    if isinstance(data, Tensor) and data.dim() > 1:
+        own = own_tokens(data.shape[1], part, parts)
+        return data[:, own.start : own.stop]
+    if not isinstance(data, Tensor) and len(data) and isinstance(data[0], Sequence | Tensor):
+        return [_tokens(row, part, parts) for row in data]
+    own = own_tokens(len(data), part, parts)
+    return data[own.start : own.stop]
+
+
+def has_split_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the sequence-parallel workers of one data-parallel worker get different arguments."""
+    return any(isinstance(one, NeedParallel) and one.type == "seq" for one in (*args, *kwargs.values()))
+
+
 def split_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], parts: int
+    args: Sequence[Any], kwargs: Mapping[str, Any], parts: int, sequence_parallel_size: int = 1
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return the (args, kwargs) of each worker."""
+    """Return the (args, kwargs) of each of ``parts`` workers; neighbours share sequences."""
 
     def spread(value: Any) -> list[Any]:
-        return value.split(parts) if isinstance(value, NeedParallel) else [value] * parts
+        if not isinstance(value, NeedParallel):
+            return [value] * parts
+        if value.type == "seq":
+            return value.split(sequence_parallel_size) * (parts // sequence_parallel_size)
+        own = value.split(parts // sequence_parallel_size)
+        return [piece for piece in own for _ in range(sequence_parallel_size)]
 
     args_by_part = [spread(value) for value in args]
     kwargs_by_part = {name: spread(value) for name, value in kwargs.items()}

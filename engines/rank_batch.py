@@ -10,7 +10,7 @@ Letters: T tokens, N sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,12 +38,19 @@ class RankBatch:
     """Number of tokens in the whole batch."""
     num_micro_batches: int
     """The same on all ranks: a rank that needs fewer adds empty micro-batches, so that collectives match."""
+    num_parts: int = 1
+    """The number of ranks that have this batch and share the tokens of each micro-batch (sequence parallelism)."""
+    part: int = 0
+    """The position of this rank among them."""
 
 
-def rank_batches(packed: Mapping[str, Tensor], num_ranks: int, max_tokens: int) -> list[RankBatch]:
+def rank_batches(
+    packed: Mapping[str, Tensor], num_ranks: int, max_tokens: int, sequence_parallel_size: int = 1
+) -> list[RankBatch]:
     """Split a packed batch into parts of about equal tokens.
 
     Args:
+        sequence_parallel_size: neighbouring ranks that share one part.
         max_tokens: the most tokens of a micro-batch.
 
     Raises:
@@ -55,14 +62,18 @@ def rank_batches(packed: Mapping[str, Tensor], num_ranks: int, max_tokens: int) 
         raise InvalidInputError(
             f"a sequence has {int(lengths_N.max())} tokens; max_tokens_per_micro_batch is {max_tokens}: raise it"
         )
-    parts = [torch.tensor(part, dtype=torch.int64) for part in balance(lengths_N.tolist(), num_bins=num_ranks)]
+    parts = [
+        torch.tensor(part, dtype=torch.int64)
+        for part in balance(lengths_N.tolist(), num_bins=num_ranks // sequence_parallel_size)
+    ]
     count = max(len(balance(lengths_N[part].tolist(), max_tokens=max_tokens)) for part in parts)
     batches = []
-    for part in parts:
-        cu_local, token_T = tokens_of(cu_seqlens, part)
+    for sequences in parts:
+        cu_local, token_T = tokens_of(cu_seqlens, sequences)
         own = {name: value_T.index_select(0, token_T) for name, value_T in packed.items() if name != "cu_seqlens"}
         own["cu_seqlens"] = cu_local.to(torch.int32)
-        batches.append(RankBatch(own, token_T, len(packed["input_ids"]), count))
+        shared = RankBatch(own, token_T, len(packed["input_ids"]), count, sequence_parallel_size)
+        batches += [replace(shared, part=part) for part in range(sequence_parallel_size)]
     return batches
 
 

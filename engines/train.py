@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
@@ -16,7 +17,14 @@ from rlcore.engines.batch import to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
-from rlcore.engines.need_parallel import Gather, check_gather, gathered, in_row_order, split_arguments
+from rlcore.engines.need_parallel import (
+    Gather,
+    check_gather,
+    gathered,
+    has_split_sequences,
+    in_row_order,
+    split_arguments,
+)
 from rlcore.engines.rank_batch import SCORED, WEIGHT, check_values, rank_batches
 from rlcore.engines.residency import State
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
@@ -65,22 +73,36 @@ class TrainEngine(CheckpointedEngine):
         self._module_class = type(module)
         self._module = module
         self._weight_sync = WeightSync()
+        self._sequence_parallel_size = 1
         super().__init__(executor)
 
-    def build(self, *, replicas: int = 1, data_parallel_size: int = 1, **options: Any) -> Self:
-        """Start the workers and load the weights, sharded over ``data_parallel_size`` of them; see ``Engine.build``.
+    def build(
+        self, *, replicas: int = 1, data_parallel_size: int = 1, sequence_parallel_size: int = 1, **options: Any
+    ) -> Self:
+        """Start the workers and load the weights; see ``Engine.build``.
+
+        There are ``replicas * data_parallel_size * sequence_parallel_size`` workers.
 
         Args:
-            replicas: copies of the sharded weights (HSDP); there are ``replicas * data_parallel_size`` workers.
+            replicas: copies of the weights (HSDP), each sharded over the workers of one.
+            data_parallel_size: parts of each batch that the workers of one replica compute at a time.
+            sequence_parallel_size: workers that share each part, every micro-batch cut into as many runs of tokens
+                (Ulysses): for sequences that are too long for one device. It must divide the attention's query heads.
             options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
                 ``rlcore.engines.fsdp2.sharding.Sharding``.
         """
-        for name, value in (("replicas", replicas), ("data_parallel_size", data_parallel_size)):
+        sizes = {"replicas": replicas, "sequence_parallel_size": sequence_parallel_size}
+        for name, value in (sizes | {"data_parallel_size": data_parallel_size}).items():
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if replicas > 1:  # else it is no option that an executor has to know
-            options["replicas"] = replicas
-        return super().build(data_parallel_size=replicas * data_parallel_size, **options)
+        # a size of 1 is no option that an executor has to know
+        options |= {name: value for name, value in sizes.items() if value > 1}
+        self._sequence_parallel_size = sequence_parallel_size
+        return super().build(data_parallel_size=replicas * data_parallel_size * sequence_parallel_size, **options)
+
+    def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
+        if self._sequence_parallel_size > 1:
+            self._module.check_sequence_parallel(self._sequence_parallel_size)
 
     def close(self) -> None:
         try:
@@ -123,6 +145,8 @@ class TrainEngine(CheckpointedEngine):
         Args:
             gather: "list" gives one result a rank; "first" rank 0's; "mean" the mean of numbers; "cat" joins tensors,
                 lists or dicts of them, in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
+                Of sequence-parallel workers, which have the same arguments, "cat" takes the first one's result, and all
+                of them if an argument is split by ``NeedParallel(type="seq")``.
         """
         group = self._built_group()
         check_gather(gather)
@@ -130,9 +154,13 @@ class TrainEngine(CheckpointedEngine):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._require("weights", f"{name}()")
         self._num_changes += 1
-        calls = split_arguments(args, kwargs, len(group.workers))
-        found = gathered(name, group.call(f"module.{name}", calls), gather)
-        return in_row_order(found, args, kwargs, len(group.workers)) if gather == "cat" else found
+        num_workers, sharing = len(group.workers), self._sequence_parallel_size
+        calls = split_arguments(args, kwargs, num_workers, sharing)
+        results = group.call(f"module.{name}", calls)
+        if gather == "cat" and not has_split_sequences(args, kwargs):
+            results = results[::sharing]
+        found = gathered(name, results, gather)
+        return in_row_order(found, args, kwargs, num_workers // sharing) if gather == "cat" else found
 
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""
@@ -273,7 +301,12 @@ class TrainEngine(CheckpointedEngine):
     ) -> R:
         """Call ``method(rank's batch, *args, options)`` on every worker; return the result, the same on all."""
         group = self._built_group()
-        batches = rank_batches(packed, group.workers[0].context.world_size, options.max_tokens_per_micro_batch)
+        batches = rank_batches(
+            packed,
+            group.workers[0].context.world_size,
+            options.max_tokens_per_micro_batch,
+            self._sequence_parallel_size,
+        )
         calls: list[tuple[Any, dict[str, Any]]] = [
             ((batches[worker.context.rank], *args, options), {}) for worker in group.workers
         ]

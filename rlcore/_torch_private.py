@@ -89,6 +89,16 @@ def own_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:
     return module._modules
 
 
+def strided_split(placement: Any) -> int | None:
+    """Return the parts into which tensor parallelism has cut a dimension that FSDP then cut; None if it did not.
+
+    FSDP2 over tensor parallelism names its placement by this class, which has no public name. Since torch 2.10.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard  # takes a while
+
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
+
+
 def schema_of(operation: Any) -> Any:
     """Return the schema of an operation: its arguments, and which of them it changes.
 

@@ -22,7 +22,7 @@ import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
 from rlcore.weights.stored import Conversion
 from rlcore.weights.view import Adapters, WeightView, seen_in, whole
+
+if TYPE_CHECKING:
+    from rlcore.packed.sequence_parallel import SequenceGroup
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +83,22 @@ class TrainModule(nn.Module):
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the last hidden state [T, H] of every token of a packed batch; sequences must not see each other."""
         raise NotImplementedError(f"{type(self).__name__} must define hidden_states(batch) to use train_batch")
+
+    def check_sequence_parallel(self, num_ranks: int) -> None:
+        """Raise UnsupportedError, with the reason, if so many ranks cannot share the rows of ``hidden_states``."""
+        raise UnsupportedError(
+            f"sequence_parallel_size={num_ranks} of {type(self).__name__}",
+            "it does not define check_sequence_parallel() and share_sequences(); "
+            "rlcore.nn.HuggingFaceTrainModule does, for transformers models",
+        )
+
+    def share_sequences(self, group: SequenceGroup) -> None:
+        """Let the ranks of a group share each row from now on, after ``check_sequence_parallel`` has agreed.
+
+        All of them then call ``hidden_states`` with the same batch, and each returns the states of its own tokens
+        alone, those of ``rlcore.packed.sequence_parallel.own_tokens``.
+        """
+        self.check_sequence_parallel(group.size)
 
     def output_head(self) -> OutputHead:
         """Return the projection from hidden states to logits."""
@@ -175,6 +194,17 @@ class HuggingFaceTrainModule(TrainModule):
 
         decoder = self.get_decoder()  # type: ignore[operator]
         return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"])
+
+    def check_sequence_parallel(self, num_ranks: int) -> None:
+        from rlcore.packed.attention import why_not_shared
+
+        if reason := why_not_shared(self.get_decoder(), num_ranks):  # type: ignore[operator]
+            raise UnsupportedError(f"sequence_parallel_size={num_ranks} of {type(self).__name__}", reason)
+
+    def share_sequences(self, group: SequenceGroup) -> None:
+        from rlcore.packed.attention import share_sequences
+
+        share_sequences(self.get_decoder(), group)  # type: ignore[operator]
 
     def output_head(self) -> OutputHead:
         head = self.get_output_embeddings()  # type: ignore[operator]

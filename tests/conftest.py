@@ -62,6 +62,15 @@ def pytest_configure() -> None:
         )  # unlike an ignored signal, a handled one is no child's inheritance
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests may take longest begin first: `make` gives each file to one process, and waits for the last."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), *(mark.args if mark else [0.0]))
+    items.sort(key=lambda item: -longest[item.path])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

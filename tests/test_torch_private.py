@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from rlcore import _torch_private as base
 from rlcore.collectives import _torch_private as of_collectives
@@ -147,6 +148,15 @@ def a_schema_tells_what_is_changed() -> None:
     assert written == [True, False, False]
     assert copy.is_mutable
     assert not base.schema_of(torch.ops.aten.add.Tensor).is_mutable
+
+
+@contract("strided_split")
+def fsdp_over_tensor_parallelism_has_a_placement_of_its_own() -> None:
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    assert base.strided_split(_StridedShard(0, split_factor=2)) == 2
+    assert base.strided_split(Shard(0)) is None
+    assert _StridedShard(1, split_factor=2).dim == 1
 
 
 @contract("number_of_writes")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.warm import kill, run_warm, warm
+from tests.warm import WarmPopen, kill, run_warm, warm
 
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
@@ -79,3 +82,31 @@ def test_a_program_whose_command_is_killed_ends_soon() -> None:
     process, _ = started(SLEEPS)
     process.kill()
     assert process.communicate(timeout=120)[0] == ""  # the pipe ends with the program
+
+
+def worker(code: str, **options: Any) -> WarmPopen:
+    return WarmPopen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+def test_a_worker_is_a_child_of_its_maker_with_what_it_was_given() -> None:
+    """Also for others: `rlcore ps` and guards read its environment in /proc."""
+    ours, theirs = os.pipe()
+    code = f"""
+        import os, sys
+        print(os.getpid(), os.getppid(), os.getsid(0), "torch" in sys.modules, flush=True)
+        os.write({theirs}, open("/proc/self/environ", "rb").read().strip(bytes(1)))
+    """
+    process = worker(textwrap.dedent(code), pass_fds=[theirs], env={"A": "b", "HOME": "/"}, stdin=subprocess.DEVNULL)
+    os.close(theirs)
+    with process, open(ours, "rb") as told:
+        assert process.communicate() == (f"{process.pid} {os.getpid()} {process.pid} True\n".encode(), None)
+        assert told.read() == b"A=b\0HOME=/"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL])
+def test_a_worker_that_crashes_has_ended_by_that_signal(number: int) -> None:
+    """abort() asks for the id of its thread, which must be its own."""
+    code = f"import os; os.abort() if {number == signal.SIGABRT} else os.kill(os.getpid(), {number})"
+    with worker(code, env=dict(os.environ)) as process:
+        assert process.wait() == -number

@@ -5,19 +5,26 @@ command as ``[sys.executable, "-m", "rlcore"]`` is: for `subprocess`, with its e
 and exit code. What differs: the program's process id is not that of the command, it computes with one thread, and what
 is read while torch is imported is not read again (``TORCH_DEVICE_BACKEND_AUTOLOAD``, a broken torch on the path).
 Nothing of rlcore is imported before the fork. tests/warm_process.py is what runs there.
+
+Inside ``warm_workers()`` the process launcher starts its workers so, and they are children of this process as ever.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests import warm_process
 
@@ -71,13 +78,44 @@ def without_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RLCORE_")}
 
 
+class WarmPopen(subprocess.Popen[bytes]):
+    """A process of this interpreter that finds ``ENGINES`` imported: as any other child of this process."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        """The arguments are those of `subprocess.Popen` in Python 3.11 to 3.14."""
+        pass_fds, env, pipes = rest[3], rest[5], rest[9:15]
+        given = dict(enumerate((pipes[0], pipes[3], pipes[5]))) | {number: number for number in pass_fds}
+        streams = {number: number if stream == -1 else stream for number, stream in given.items()}
+        self.pid = warm_process.request(_started(sys.executable, ENGINES), args[1:], env, streams)
+        if self.pid == -1:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+@contextlib.contextmanager
+def warm_workers() -> Iterator[None]:
+    """Workers of this process begin as warm programs do."""
+    from rlcore.engines.launchers import worker_process
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        kind = WarmPopen if command[0] == sys.executable else subprocess.Popen
+        return kind(command, **options)
+
+    names = vars(subprocess) | {"Popen": start}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_process, "subprocess", types.SimpleNamespace(**names))
+        yield
+
+
 @functools.cache
 def _started(python: str, modules: tuple[str, ...]) -> str:
     """The folder with the socket of a warm process, which ends when its standard input does."""
     folder = tempfile.mkdtemp(prefix="warm-")
     process = subprocess.Popen(
         [python, _PROGRAM, "serve", folder, *modules],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=without_settings() | {"OMP_NUM_THREADS": "1"} | warm_process.ROOM,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C in a terminal is for the tests

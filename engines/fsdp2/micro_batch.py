@@ -4,15 +4,17 @@ The hidden state of token t scores token t+1 of the same sequence. This is the o
 above speaks of "the log-prob of token t", every operator below of "row r scores targets[r]". Only rows that count
 are given to the output head: prompts cost no vocabulary-sized work.
 
-Letters: T tokens, N sequences, R scored rows.
+Under sequence parallelism each rank scores the rows of its own tokens, which are neighbours.
+
+Letters: T tokens, N sequences, R scored rows, S of them this rank's.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch.nn.functional import pad
 
 from rlcore.engines.rank_batch import RankBatch, repeat, tokens_of
 from rlcore.kernels.packing import balance
+from rlcore.packed.sequence_parallel import own_tokens
 
 NOT_PER_TOKEN = ("input_ids", "cu_seqlens")
 _ALIGNMENT = 64
@@ -35,16 +38,20 @@ class MicroBatch:
 
     tokens: dict[str, Tensor]
     """The argument of ``module.hidden_states``: ``input_ids`` [T], and ``cu_seqlens`` [N+1] on the host."""
-    rows_R: Tensor
-    """Hidden states that score: row r of the head is hidden[rows_R[r]]."""
-    targets_R: Tensor
+    num_hidden: int
+    """The tokens of which this rank computes hidden states: all T, or its part of them."""
+    own: slice
+    """The rows of this rank among all R."""
+    rows_S: Tensor
+    """Hidden states that score: row s of the head is hidden[rows_S[s]]."""
+    targets_S: Tensor
     """The token that each row scores."""
-    per_token: dict[str, Tensor]
-    """Every other entry of the batch, [R], aligned with ``targets_R``."""
-    cu_rows: Tensor
-    """Host tensor [N+1] int32: where each sequence's rows start."""
-    positions_R: Tensor
+    positions_S: Tensor
     """Host tensor: the position in the rank's batch of the token that each row scores."""
+    per_token: dict[str, Tensor]
+    """Every other entry of the batch, [R]."""
+    cu_rows: Tensor
+    """Host tensor [N+1] int32: where each sequence's rows start among all R."""
 
 
 def micro_batches(batch: RankBatch, scored_T: Tensor, max_tokens: int, device: torch.device) -> Iterator[MicroBatch]:
@@ -59,9 +66,9 @@ def micro_batches(batch: RankBatch, scored_T: Tensor, max_tokens: int, device: t
     scored_T[cu_seqlens[:-1]] = False  # nothing precedes the first token of a sequence
     selections = _evenly(cu_seqlens.diff().tolist(), batch.num_micro_batches, max_tokens)
     for sequences in selections:
-        yield _select(packed, scored_T, cu_seqlens, torch.tensor(sequences), device)
+        yield _select(batch, scored_T, cu_seqlens, torch.tensor(sequences), device)
     for _ in range(batch.num_micro_batches - len(selections)):
-        yield _empty(packed, device)
+        yield _empty(batch, device)
 
 
 def _evenly(lengths: list[int], count: int, max_tokens: int) -> list[list[int]]:
@@ -80,24 +87,28 @@ def _evenly(lengths: list[int], count: int, max_tokens: int) -> list[list[int]]:
     return [sorted(sequences) for _, _, sequences in sorted(bins, reverse=True) if sequences]
 
 
-def _empty(packed: Mapping[str, Tensor], device: torch.device) -> MicroBatch:
+def _empty(batch: RankBatch, device: torch.device) -> MicroBatch:
     """Return a sequence that scores nothing.
 
-    It has two tokens: the compiler takes a size of one for a constant, and would compile again.
+    It has two tokens for each rank: the compiler takes a size of one for a constant, and would compile again.
     """
-    zeros = {name: value_T.new_zeros(2) for name, value_T in packed.items() if name != "cu_seqlens"}
-    alone = zeros | {"cu_seqlens": torch.tensor([0, 2])}
-    unscored_T = torch.zeros(2, dtype=torch.bool)
-    return _select(alone, unscored_T, alone["cu_seqlens"], torch.zeros(1, dtype=torch.int64), device)
+    length = 2 * batch.num_parts
+    zeros = {name: value_T.new_zeros(length) for name, value_T in batch.packed.items() if name != "cu_seqlens"}
+    alone = zeros | {"cu_seqlens": torch.tensor([0, length])}
+    unscored_T = torch.zeros(length, dtype=torch.bool)
+    return _select(
+        replace(batch, packed=alone), unscored_T, alone["cu_seqlens"], torch.zeros(1, dtype=torch.int64), device
+    )
 
 
 def _select(
-    packed: Mapping[str, Tensor],
+    batch: RankBatch,
     scored_T: Tensor,
     cu_seqlens: Tensor,
     sequences: Tensor,
     device: torch.device,
 ) -> MicroBatch:
+    packed = batch.packed
     cu_local, token_T = tokens_of(cu_seqlens, sequences)
     target_R = scored_T.index_select(0, token_T).nonzero().squeeze(1)
     sequence_T = repeat(torch.arange(len(sequences)), cu_local.diff())
@@ -105,18 +116,34 @@ def _select(
     positions_R = token_T.index_select(0, target_R)
     names = [name for name in packed if name not in NOT_PER_TOKEN]
     per_token = [packed[name].index_select(0, positions_R) for name in names]
-    ids_T = packed["input_ids"]
-    input_ids, rows_R, targets_R, *per_token = on_device(
-        [ids_T.index_select(0, token_T), target_R - 1, ids_T.index_select(0, positions_R), *per_token], device
+    ids_T, tokens = packed["input_ids"], own_tokens(len(token_T), batch.part, batch.num_parts)
+    own = _rows_of(tokens, target_R - 1)
+    positions_S = positions_R[own]
+    input_ids, rows_S, targets_S, *per_token = on_device(
+        [
+            ids_T.index_select(0, token_T),
+            target_R[own] - 1 - tokens.start,
+            ids_T.index_select(0, positions_S),
+            *per_token,
+        ],
+        device,
     )
     return MicroBatch(
         tokens={"input_ids": input_ids, "cu_seqlens": cu_local.to(torch.int32)},
-        rows_R=rows_R,
-        targets_R=targets_R,
+        num_hidden=len(tokens),
+        own=own,
+        rows_S=rows_S,
+        targets_S=targets_S,
+        positions_S=positions_S,
         per_token=dict(zip(names, per_token, strict=True)),
         cu_rows=pad(rows_N.cumsum(0), (1, 0)).to(torch.int32),
-        positions_R=positions_R,
     )
+
+
+def _rows_of(tokens: range, hidden_R: Tensor) -> slice:
+    """Return the rows, in rising order, whose hidden states are those of these tokens."""
+    start, stop = torch.searchsorted(hidden_R, torch.tensor([tokens.start, tokens.stop])).tolist()
+    return slice(start, stop)
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

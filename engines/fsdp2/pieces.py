@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from rlcore.weights.view import Box, WeightPart, divided, whole_box
 
 
 class LocalPiece(NamedTuple):
-    """Elements of a weight that lie in this rank's rows of a parameter."""
+    """Elements of a weight that lie in this rank's box of a parameter."""
 
     box: Box
     """Their place in the weight."""
@@ -26,15 +26,12 @@ def own_pieces(view: Tensor, parameter: Tensor, local: Tensor | None = None) -> 
 
     Args:
         view: the weight as a view of the whole parameter, as in ``WeightView``.
-        parameter: the parameter, whose rows are sharded.
+        parameter: the parameter, which may be sharded.
         local: used in place of this rank's part of ``parameter``; None is that part.
     """
     part = local_part(parameter.detach()) if local is None else local
     if part.numel() and view.numel():
-        rows = own_box(parameter)[0] if parameter.dim() else slice(0, 1)
-        yield from _pieces(
-            view, whole_box(view), _RowRange(rows.start, rows.stop, math.prod(parameter.shape[1:])), part
-        )
+        yield from _pieces(view, whole_box(view), _Held.of(parameter), part)
 
 
 def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Tensor:
@@ -56,36 +53,90 @@ def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Ten
     return read(tuple(asked)).view(shape)[tuple(within)]
 
 
-class _RowRange(NamedTuple):
-    start: int
-    stop: int
-    size: int
+class _Held(NamedTuple):
+    """The box of a parameter that this rank holds. The dimensions after the last one that is cut are taken as one."""
+
+    bounds: tuple[tuple[int, int], ...]
+    """(first, end) of each dimension."""
+    shape: tuple[int, ...]
+    """The whole parameter's."""
+
+    @staticmethod
+    def of(parameter: Tensor) -> _Held:
+        sizes = tuple(parameter.shape) or (1,)
+        sides = [(side.start, side.stop) for side in own_box(parameter)] or [(0, 1)]
+        last = max((dim for dim, size in enumerate(sizes) if sides[dim] != (0, size)), default=0)
+        rest = math.prod(sizes[last + 1 :])
+        return _Held((*sides[: last + 1], (0, rest)), (*sizes[: last + 1], rest))
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Return the strides of the whole parameter."""
+        return _contiguous(self.shape)
+
+    @property
+    def own_stride(self) -> tuple[int, ...]:
+        """Return the strides of what is held."""
+        return _contiguous([end - first for first, end in self.bounds])
 
 
-def _pieces(view: Tensor, box: Box, rows: _RowRange, part: Tensor) -> Iterator[LocalPiece]:
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _pieces(view: Tensor, box: Box, held: _Held, part: Tensor) -> Iterator[LocalPiece]:
     """Yield the pieces of ``view``, which is ``box`` of the weight."""
-    over_rows = [dim for dim in range(view.dim()) if view.shape[dim] > 1 and view.stride(dim) >= rows.size]
-    within = sum((view.shape[dim] - 1) * view.stride(dim) for dim in range(view.dim()) if dim not in over_rows)
-    first_row, column = divmod(int(view.storage_offset()), rows.size)
-    step, uneven = divmod(view.stride(over_rows[0]), rows.size) if over_rows else (1, 0)
-    if len(over_rows) > 1 or uneven or column + within >= rows.size:
-        yield from _one_by_one(view, box, rows, part)
+    first = _coordinates(int(view.storage_offset()), held.stride)
+    along: list[list[int]] = [[] for _ in held.shape]
+    for dim in range(view.dim()):
+        if view.shape[dim] > 1:
+            along[next(axis for axis, step in enumerate(held.stride) if view.stride(dim) >= step)].append(dim)
+    if not _is_regular(view, held, first, along):
+        yield from _one_by_one(view, box, held, part)
         return
-    count = view.shape[over_rows[0]] if over_rows else 1
-    start, stop = max(0, -(-(rows.start - first_row) // step)), min(count, -(-(rows.stop - first_row) // step))
-    if start >= stop:
-        return
-    if over_rows:
-        view, box = _narrowed(view, box, over_rows[0], slice(start, stop))
-    offset = part.storage_offset() + view.storage_offset() - rows.start * rows.size
-    yield LocalPiece(box, part.as_strided(view.shape, view.stride(), offset))
+    for axis, ((start, stop), step) in enumerate(zip(held.bounds, held.stride, strict=True)):
+        if (start, stop) == (0, held.shape[axis]):
+            continue
+        cut = along[axis][0] if along[axis] else None
+        apart, count = (1, 1) if cut is None else (view.stride(cut) // step, view.shape[cut])
+        low, high = max(0, -(-(start - first[axis]) // apart)), min(count, -(-(stop - first[axis]) // apart))
+        if low >= high:
+            return
+        if cut is not None:
+            view, box = _narrowed(view, box, cut, slice(low, high))
+    steps = dict.fromkeys(range(view.dim()), 0)
+    for axis, dims in enumerate(along):
+        steps |= {dim: view.stride(dim) // held.stride[axis] * held.own_stride[axis] for dim in dims}
+    at = _coordinates(int(view.storage_offset()), held.stride)
+    own = sum((a - start) * step for a, (start, _), step in zip(at, held.bounds, held.own_stride, strict=True))
+    yield LocalPiece(box, part.as_strided(view.shape, tuple(steps.values()), part.storage_offset() + own))
 
 
-def _one_by_one(view: Tensor, box: Box, rows: _RowRange, part: Tensor) -> Iterator[LocalPiece]:
+def _coordinates(offset: int, stride: Sequence[int]) -> list[int]:
+    found = []
+    for step in stride:
+        place, offset = divmod(offset, step)
+        found.append(place)
+    return found
+
+
+def _is_regular(view: Tensor, held: _Held, first: Sequence[int], along: Sequence[Sequence[int]]) -> bool:
+    """Return True if each dimension of a view runs along one of the parameter's, and one at most along a cut one."""
+    for axis, dims in enumerate(along):
+        is_cut = held.bounds[axis] != (0, held.shape[axis])
+        if (is_cut and len(dims) > 1) or any(view.stride(dim) % held.stride[axis] for dim in dims):
+            return False
+        reach = sum((view.shape[dim] - 1) * (view.stride(dim) // held.stride[axis]) for dim in dims)
+        if first[axis] + reach >= held.shape[axis]:
+            return False
+    return True
+
+
+def _one_by_one(view: Tensor, box: Box, held: _Held, part: Tensor) -> Iterator[LocalPiece]:
     """Cut along the dimension of the longest stride, for elements that are not at an even distance in rows."""
     dim = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1) * view.stride(dim))
     for index in range(view.shape[dim]):
-        yield from _pieces(*_narrowed(view, box, dim, slice(index, index + 1)), rows, part)
+        yield from _pieces(*_narrowed(view, box, dim, slice(index, index + 1)), held, part)
 
 
 def _narrowed(view: Tensor, box: Box, dim: int, to: slice) -> tuple[Tensor, Box]:

@@ -39,9 +39,11 @@ from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
+from rlcore.packed.sequence_parallel import SequenceGroup
 from rlcore.weights.shards import local_part
 
 _FAILED = "_rlcore_failed_in_a_batch"
+_SEQUENCE_GROUP = "_rlcore_sequence_group"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,6 +58,8 @@ class Sharding:
     """Dtype of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
     replicas: int = 1
     """Copies of the weights, each sharded over world size / ``replicas`` ranks (HSDP)."""
+    sequence_parallel_size: int = 1
+    """Neighbouring ranks that share the tokens of each micro-batch (Ulysses). Weights are sharded over them, too."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute each block's activations again in the backward instead of keeping them. "selective" keeps the results of
     matrix products, of attention, and of operators that are not torch's own."""
@@ -82,7 +86,7 @@ class Sharding:
         for name in ("compile", "reduce_each_micro_batch", "device_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name, least in (("replicas", 1), ("gather_bytes", 0)):
+        for name, least in (("replicas", 1), ("sequence_parallel_size", 1), ("gather_bytes", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -121,6 +125,8 @@ def shard(
     world = dist.group.WORLD.group_name  # type: ignore[union-attr]
     names = f"replicate_{world}", f"shard_{world}"
     mesh = init_device_mesh(device.type, (options.replicas, size // options.replicas), mesh_dim_names=names)
+    if options.sequence_parallel_size > 1:
+        _share_sequences(module, options.sequence_parallel_size, device, size)
     policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
     groups = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
     groups.append([module])
@@ -130,6 +136,21 @@ def shard(
     # FSDP gathers the root's own parameters, head and embedding, for this method, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")
+
+
+def _share_sequences(module: TrainModule, num_ranks: int, device: torch.device, size: int) -> None:
+    """Let groups of ``num_ranks`` neighbours each share the rows of ``hidden_states``."""
+    world = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    names = f"data_{world}", f"sequence_{world}"
+    mesh = init_device_mesh(device.type, (size // num_ranks, num_ranks), mesh_dim_names=names)
+    group = SequenceGroup(mesh.get_group(names[1]))
+    module.share_sequences(group)
+    setattr(module, _SEQUENCE_GROUP, group)
+
+
+def sequence_group(module: nn.Module) -> SequenceGroup | None:
+    """Return the ranks that share the rows of ``hidden_states``; None where each rank has rows of its own."""
+    return getattr(module, _SEQUENCE_GROUP, None)
 
 
 def _compute_alone(module: TrainModule, options: Sharding) -> None:

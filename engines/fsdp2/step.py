@@ -20,15 +20,17 @@ from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_devic
 from rlcore.engines.fsdp2.sharding import (
     gradient_divisor,
     resharding_afterwards,
+    sequence_group,
     set_gradient_sync,
     total_norm,
 )
+from rlcore.engines.fsdp2.shared_sequences import loss_of_shared_sequences
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch
-from rlcore.errors import RlcoreError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.evaluation_mode import evaluation_mode
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.linear.loss import linear_loss
-from rlcore.kernels.losses.interface import LossOutput
+from rlcore.kernels.losses.interface import LossOutput, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
@@ -172,18 +174,21 @@ def _accumulate(
 def _loss(
     module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
 ) -> tuple[LossOutput, Tensor]:
-    """Return the loss of a micro-batch, and the sum of its token weights."""
-    per_token = dict(micro_batch.per_token)
-    weight_R = per_token.pop(WEIGHT)
-    hidden_TH = module.hidden_states(micro_batch.tokens)
+    """Return the loss of this rank's rows of a micro-batch, and the sum of their token weights."""
+    hidden_SH = _scoring(module, micro_batch)
     head = module.output_head()  # by now gathered, if it is sharded
+    group = sequence_group(module)
+    if group is not None and isinstance(loss_fn, sequence_level):
+        return loss_of_shared_sequences(hidden_SH, head, micro_batch, loss_fn, options=options, group=group)
+    per_token = {name: value_R[micro_batch.own] for name, value_R in micro_batch.per_token.items()}
+    weight_S = per_token.pop(WEIGHT)
     output = linear_loss(
-        hidden_TH[micro_batch.rows_R],
+        hidden_SH,
         head.weight,
-        micro_batch.targets_R,
+        micro_batch.targets_S,
         loss_fn,
         per_token=per_token,
-        token_weight=weight_R,
+        token_weight=weight_S,
         cu_seqlens=micro_batch.cu_rows,
         with_entropy=options.with_entropy,
         bias=head.bias,
@@ -191,7 +196,18 @@ def _loss(
         softcap=head.softcap,
         logit_scale=head.logit_scale,
     )
-    return output, weight_R.sum()
+    return output, weight_S.sum()
+
+
+def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
+    """Return the hidden states [S, H] that score."""
+    hidden_TH = module.hidden_states(micro_batch.tokens)
+    if len(hidden_TH) != micro_batch.num_hidden:
+        raise InvalidInputError(
+            f"hidden_states() of {type(module).__name__} gave {len(hidden_TH)} rows; this rank has "
+            f"{micro_batch.num_hidden} tokens, and it must return one row for each, in their order"
+        )
+    return hidden_TH[micro_batch.rows_S]
 
 
 @torch.no_grad()
@@ -256,31 +272,31 @@ def score(module: TrainModule, device: Device, batch: RankBatch, options: ScoreO
     with _evaluating(module):
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, target):
             with device.profiler.range("forward_logprobs: forward"):
-                (position_R,) = on_device([batch.positions_T[micro_batch.positions_R]], target)
-                logprob_T[position_R] = _logprobs(module, micro_batch, options).float()
+                (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], target)
+                logprob_T[position_S] = _logprobs(module, micro_batch, options).float()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
     return logprob_T.cpu()
 
 
 def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOptions) -> Tensor:
-    hidden_RH = module.hidden_states(micro_batch.tokens)[micro_batch.rows_R]
+    hidden_SH = _scoring(module, micro_batch)
     head = module.output_head()
     if options.top_p == 1 and options.top_k <= 0:
         return linear_logprob(
-            hidden_RH,
+            hidden_SH,
             head.weight,
-            micro_batch.targets_R,
+            micro_batch.targets_S,
             bias=head.bias,
             temperature=options.temperature,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
         ).logprob
-    return torch.cat([*_restricted(hidden_RH, micro_batch.targets_R, head, options), hidden_RH.new_zeros(0)])
+    return torch.cat([*_restricted(hidden_SH, micro_batch.targets_S, head, options), hidden_SH.new_zeros(0)])
 
 
-def _restricted(hidden_RH: Tensor, targets_R: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
-    for hidden, targets in zip(torch.split(hidden_RH, _ROWS), torch.split(targets_R, _ROWS), strict=True):
+def _restricted(hidden_SH: Tensor, targets_S: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
+    for hidden, targets in zip(torch.split(hidden_SH, _ROWS), torch.split(targets_S, _ROWS), strict=True):
         logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)

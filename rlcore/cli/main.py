@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import platform
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from rlcore.engines.launchers.running import RunningProcess
 
 _INTERRUPTED = 130
+_OF_THE_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""A write to standard output fails with one of these: nobody reads it, or the disk is full."""
 
 app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
 ops = typer.Typer(help="Look at the operators.", **PLAIN)
@@ -47,16 +50,32 @@ app.command("plan")(plan)
 
 
 def main() -> None:
+    if sys.stdout is None:  # it was closed: nobody wants the result
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # as long as the process
     try:
-        app()
+        _run()
     except RlcoreError as error:
         sys.exit(f"rlcore: {printable(str(error))}")
+    except OSError as error:
+        if error.errno not in _OF_THE_OUTPUT or error.filename is not None:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would try again at the end
+        if error.errno == errno.EPIPE:  # such as `rlcore bench list | head -1`
+            sys.exit(1)
+        sys.exit(f"rlcore: cannot write the result to standard output: {error.strerror}; what is there is not whole")
     except KeyboardInterrupt:
         _leave_at_once()
     except SystemExit as end:
         if end.code == _INTERRUPTED:
             _leave_at_once()
         raise
+
+
+def _run() -> None:
+    try:
+        app()
+    finally:
+        sys.stdout.flush()
 
 
 def _leave_at_once() -> NoReturn:

@@ -24,9 +24,16 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
-from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, choose, implementations
+from rlcore.packed.choice import IMPLEMENTATIONS, AttentionCall, AttentionChoice, choose, implementations
 from rlcore.packed.eligibility import Eligibility, eligibility_of
-from rlcore.packed.implementations import PackedSequences, attention_dtype, no_attention_mask, own_attention
+from rlcore.packed.implementations import (
+    PackedSequences,
+    attention_dtype,
+    cast_alike,
+    no_attention_mask,
+    own_attention,
+)
+from rlcore.packed.sequence_parallel import SequenceGroup, why_not_split
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +52,17 @@ class _DecoderPlan:
 
 
 _plans: WeakKeyDictionary[nn.Module, _DecoderPlan] = WeakKeyDictionary()
+_sharing: WeakKeyDictionary[nn.Module, SequenceGroup] = WeakKeyDictionary()
+"""The decoders whose packed rows are shared with other ranks."""
 
 
 def packed_hidden_states(
     decoder: Any, input_ids: Tensor, cu_seqlens: Tensor, *, implementation: str | None = None
 ) -> Tensor:
     """Return the last hidden state [T, H] of ``decoder``, the bare transformer of a transformers model.
+
+    After ``share_sequences`` every rank of the group calls it with the same row and gets the states of its own tokens,
+    those of ``sequence_parallel.own_tokens``.
 
     Args:
         input_ids: [T] int64.
@@ -60,31 +72,54 @@ def packed_hidden_states(
     Raises:
         UnsupportedError: the implementation asked for cannot run this decoder here.
     """
-    lengths = tuple(cu_seqlens.diff().tolist())
-    plan = _plan(decoder)
-    if implementation == "padded" or (implementation is None and plan.eligibility.reason is not None):
+    lengths, num_tokens = tuple(cu_seqlens.diff().tolist()), len(input_ids)
+    plan, group = _plan(decoder), _sharing.get(_whole(decoder))
+    is_padded = implementation == "padded" or (implementation is None and plan.eligibility.reason is not None)
+    if is_padded and group is None:
         return _run_padded(decoder, input_ids, lengths)
-    if plan.eligibility.reason is not None:
-        raise UnsupportedError(f"packed attention by {implementation!r}", plan.eligibility.reason)
+    if is_padded or plan.eligibility.reason is not None:
+        reason = plan.eligibility.reason or "padded rows are not shared among ranks"
+        what = f"packed attention by {implementation!r}" if group is None else "sequence parallelism"
+        raise UnsupportedError(what, reason)
+    if group is not None:
+        input_ids, cu_seqlens, lengths = group.evened(input_ids, cu_seqlens, lengths)
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
         choices=plan.choices if implementation is None else {},
-        choose=lambda device, dtype: choose(plan.eligibility.calls, device, dtype, implementation).implementation,
+        choose=lambda device, dtype: choose(_calls(plan, group), device, dtype, implementation).implementation,
+        group=group,
     )
     # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
     # parameters have the compute dtype.
     dtype = attention_dtype(input_ids.device.type, compute_dtype_of(decoder))
     name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
     implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
+    own = slice(None) if group is None else group.own(len(input_ids))
     hidden_1TH: Tensor = decoder(
-        input_ids=input_ids[None],
-        position_ids=_positions(packed.cu_seqlens, lengths)[None],
+        input_ids=input_ids[None, own],
+        position_ids=_positions(packed.cu_seqlens, lengths)[None, own],
         attention_mask=no_attention_mask(input_ids.device),
         use_cache=False,
         packed_sequences=packed,
     ).last_hidden_state
-    return hidden_1TH[0]
+    return hidden_1TH[0] if group is None else hidden_1TH[0, : max(0, num_tokens - own.start)]
+
+
+def why_not_shared(decoder: Any, num_ranks: int) -> str | None:
+    """Return the reason why so many ranks cannot share the packed rows of ``decoder``, or None. Changes nothing."""
+    eligibility = _eligibility(decoder, _own_name(decoder))
+    reasons = (why_not_split(call, num_ranks) for call in sorted(eligibility.calls, key=repr))
+    return eligibility.reason or next(filter(None, reasons), None)
+
+
+def share_sequences(decoder: nn.Module, group: SequenceGroup) -> None:
+    """Let ``packed_hidden_states`` of ``decoder`` compute this rank's part of each row, from now on.
+
+    The caller has asked ``why_not_shared``.
+    """
+    _sharing[decoder] = group
+    _plans.pop(decoder, None)  # it may have chosen for all heads
 
 
 def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
@@ -92,16 +127,30 @@ def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Att
     reason = _plan(decoder).eligibility.reason
     if reason is not None:
         return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_plan(decoder).eligibility.calls, device, dtype)
+    return choose(_calls(_plan(decoder), _sharing.get(_whole(decoder))), device, dtype)
+
+
+def _calls(plan: _DecoderPlan, group: SequenceGroup | None) -> frozenset[AttentionCall]:
+    """Return the attention calls of this rank."""
+    calls = plan.eligibility.calls
+    return calls if group is None else frozenset(map(group.own_call, calls))
+
+
+def _whole(decoder: Any) -> Any:
+    return getattr(decoder, "_orig_mod", decoder)  # torch.compile's wrapper
+
+
+def _own_name(decoder: Any) -> str:
+    config = getattr(decoder, "config", None)
+    return str(getattr(config, "_attn_implementation", None)).removesuffix(_SUFFIX)
 
 
 def _plan(decoder: nn.Module) -> _DecoderPlan:
-    whole: Any = getattr(decoder, "_orig_mod", decoder)  # torch.compile's wrapper
-    config = getattr(whole, "config", None)
-    name = str(getattr(config, "_attn_implementation", None))
+    whole = _whole(decoder)
+    name = _own_name(whole)
     plan = _plans.get(whole)
-    if plan is None or name.removesuffix(_SUFFIX) != plan.own:
-        plan = _plans[whole] = _make_plan(whole, name.removesuffix(_SUFFIX))
+    if plan is None or name != plan.own:
+        plan = _plans[whole] = _make_plan(whole, name)
     if plan.eligibility.reason is None:  # at every call: somebody may have reset it
         whole.config._attn_implementation_internal = plan.own + _SUFFIX
     return plan
@@ -109,15 +158,17 @@ def _plan(decoder: nn.Module) -> _DecoderPlan:
 
 def _make_plan(decoder: nn.Module, own: str) -> _DecoderPlan:
     if own in _OWN:
-        eligibility = eligibility_of(decoder, own)
         _register(own)
-    else:
-        eligibility = Eligibility(
-            frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}"
-        )
+    eligibility = _eligibility(decoder, own)
     if eligibility.reason is not None:
         logger.warning("%s runs packed sequences padded: %s", type(decoder).__name__, eligibility.reason)
     return _DecoderPlan(own, eligibility)
+
+
+def _eligibility(decoder: nn.Module, own: str) -> Eligibility:
+    if own in _OWN:
+        return eligibility_of(decoder, own)
+    return Eligibility(frozenset(), f"its attention is {own!r}; packed attention stands in for {' and '.join(_OWN)}")
 
 
 # ---------------------------------------------------------------------------------- in transformers' registries
@@ -149,7 +200,13 @@ def _attention(  # noqa: PLR0917  # transformers' signature
     # Compiled code reads only the constant table.
     found = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else implementations(query.device.type)[name]
     attend: Callable[..., Tensor] = found.attend
-    return attend(module, query, key, value, packed_sequences, own=own, **options), None
+    group = packed_sequences.group
+    if group is None:
+        return attend(module, query, key, value, packed_sequences, own=own, **options), None
+    if options.get("s_aux") is not None:
+        options["s_aux"] = group.own_heads(options["s_aux"])
+    qkv = group.to_heads(*cast_alike(query, key, value))
+    return group.to_tokens(attend(module, *qkv, packed_sequences, own=own, **options)), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -22,6 +22,7 @@ from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlcore.errors import UnsupportedError
+from rlcore.packed.sequence_parallel import SequenceGroup
 
 
 class PackedSequences:
@@ -36,12 +37,14 @@ class PackedSequences:
         lengths: tuple[int, ...],
         choices: dict[torch.dtype, str],
         choose: Callable[[torch.device, torch.dtype], str],
+        group: SequenceGroup | None = None,
     ) -> None:
         """
         Args:
             cu_seqlens: [N+1] int32 on the device.
             choices: compute dtype of attention -> name of the implementation.
             choose: returns the implementation for a device and a dtype that is not in ``choices``.
+            group: the ranks that share the row, each of which attends with some of the heads.
         """
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
@@ -49,6 +52,7 @@ class PackedSequences:
         self.ends = list(itertools.accumulate(lengths))
         self.choices = choices
         self.choose = choose
+        self.group = group
         self.block_masks: dict[int | None, BlockMask] = {}
 
     @property
@@ -146,6 +150,8 @@ def attend_per_sequence(
 ) -> Tensor:
     """Call the model's ``own`` attention, "sdpa" or "eager", for each run of equally long sequences."""
     attend = own_attention(module, own)
+    if packed.group is not None:
+        module = packed.group.as_seen_here(module, query, key)
     outputs, start = [], 0
     for count, length in packed.runs:
         rows = slice(start, start + count * length)

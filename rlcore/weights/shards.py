@@ -1,60 +1,130 @@
-"""Shard arithmetic: the part of a sharded tensor that each rank holds.
+"""Shard arithmetic: the box of a sharded tensor that each rank holds, for weight sync, checkpoints and materialization.
 
 A mesh dimension cuts a tensor dimension as ``torch.chunk`` does: every part has the same size but the last ones, which
-are short or empty. Several mesh dimensions may cut one tensor dimension, one after the other.
+are short or empty. Several mesh dimensions may cut one tensor dimension, one after the other. Where tensor parallelism
+has cut it before FSDP, which is first in the mesh, torch writes ``_StridedShard``: FSDP's part is then a piece of each
+of the parts that tensor parallelism made, of which the next mesh dimension chooses one.
 """
 
 from __future__ import annotations
 
-import torch
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rlcore._torch_private import strided_split
+from rlcore.errors import UnsupportedError
 from rlcore.weights.view import Box
 
-Rows = tuple[int, int]
-"""[first, end) of dimension 0."""
+Bounds = tuple[int, ...]
+"""A box: (first, end) of dimension 0, then of dimension 1, and so on. The dimensions that are left out are whole."""
+
+_Ranges = list[tuple[int, int]]
+"""(first, end) of what a rank has of one dimension, in the order in which its own tensor has them."""
 
 
 def own_box(tensor: Tensor) -> Box:
-    """Return the part of a tensor that this rank holds, as a slice for each dimension; of a plain tensor all."""
-    bounds = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for mesh_dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                bounds[placement.dim] = _chunk(
-                    bounds[placement.dim], mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)
-                )
+    """Return the part of a tensor that this rank holds, as a slice for each dimension; of a plain tensor all.
+
+    Raises:
+        UnsupportedError: the part is no box of the tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = [mesh.get_local_rank(dim) for dim in range(mesh.ndim)]
+    bounds = _bounds(tensor.shape, tensor.placements, coordinate, mesh.shape)
+    if bounds is None:
+        raise UnsupportedError(
+            f"a tensor {list(tensor.shape)} that is laid out as {tensor.placements}",
+            "what a rank holds of it is no box; shard it by Shard, or by FSDP over tensor parallelism",
+        )
     return tuple(slice(*bound) for bound in bounds)
 
 
-def rows_of_ranks(tensor: DTensor, num_ranks: int) -> tuple[Rows, ...] | None:
-    """Return the rows that each of ``num_ranks`` ranks holds; None where the tensor is not sharded by rows alone.
+def boxes_of_ranks(tensor: DTensor, num_ranks: int) -> tuple[Bounds, ...] | None:
+    """Return the box that each of ``num_ranks`` ranks holds; None where a rank holds no box of the tensor.
 
-    A scalar is one row. A rank outside of the tensor's mesh holds none.
+    A scalar is one row. A rank outside of the tensor's mesh holds none of its rows.
     """
     mesh = tensor.device_mesh.mesh
-    size = tensor.shape[0] if tensor.dim() else 1
-    found = [(0, 0)] * num_ranks
-    for coordinate in torch.cartesian_prod(*map(torch.arange, mesh.shape)).reshape(-1, mesh.dim()).tolist():
-        rows = 0, size
-        for place, num_parts, placement in zip(coordinate, mesh.shape, tensor.placements, strict=True):
-            if type(placement) is Shard and placement.dim == 0:
-                rows = _chunk(rows, place, num_parts)
-            elif type(placement) is not Replicate:
-                return None
-        found[int(mesh[tuple(coordinate)])] = rows
+    shape = tuple(tensor.shape) or (1,)
+    num_dims = max((dim + 1 for dim in map(_sharded_dim, tensor.placements) if dim is not None), default=1)
+    found: list[Bounds] = [(0, 0)] * num_ranks
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        bounds = _bounds(shape, tensor.placements, coordinate, mesh.shape)
+        if bounds is None:
+            return None
+        found[int(mesh[coordinate])] = tuple(side for bound in bounds[:num_dims] for side in bound)
     return tuple(found)
 
 
-def _chunk(bounds: tuple[int, int], place: int, num_parts: int) -> tuple[int, int]:
-    """Return the bounds of part number ``place``."""
-    start, stop = bounds
-    size = -(-(stop - start) // num_parts)
-    start = min(stop, start + size * place)
-    return start, min(stop, start + size)
+def pairs_of(bounds: Bounds, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first, end) for every dimension of a tensor of this shape."""
+    given = list(zip(bounds[::2], bounds[1::2], strict=True))
+    return given + [(0, size) for size in tuple(shape)[len(given) :]]
+
+
+def _sharded_dim(placement: Any) -> int | None:
+    """Return the dimension that a placement cuts, None where it cuts none."""
+    return None if isinstance(placement, Replicate) else getattr(placement, "dim", None)
+
+
+def _bounds(
+    shape: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int], sizes: Sequence[int]
+) -> list[tuple[int, int]] | None:
+    """Return (first, end) for each dimension of what the rank at a coordinate of a mesh holds; None if it is no box."""
+    held: list[_Ranges] = [[(0, size)] for size in shape]
+    for place, num_parts, placement in zip(coordinate, sizes, placements, strict=True):
+        dim = _sharded_dim(placement)
+        if dim is None:
+            if not isinstance(placement, Replicate):
+                return None
+            continue
+        num_before = strided_split(placement)
+        if not isinstance(placement, Shard) and num_before is None:
+            return None
+        parts = _chunks(held[dim], num_before or 1)
+        held[dim] = _joined([piece for part in parts for piece in _chunks(part, num_parts)[place]])
+    if any(len(ranges) > 1 for ranges in held):
+        return None
+    return [ranges[0] if ranges else (size, size) for ranges, size in zip(held, shape, strict=True)]
+
+
+def _chunks(ranges: _Ranges, num_parts: int) -> list[_Ranges]:
+    """Cut ranges that follow each other as ``torch.chunk`` cuts a dimension; the last parts may be empty."""
+    total = sum(end - first for first, end in ranges)
+    size = -(-total // num_parts)
+    return [_within(ranges, min(total, size * part), min(total, size * (part + 1))) for part in range(num_parts)]
+
+
+def _within(ranges: _Ranges, start: int, stop: int) -> _Ranges:
+    """Return positions [start, stop) of ranges that follow each other; of an empty range its place."""
+    found, seen = [], 0
+    for first, end in ranges:
+        a, b = max(start - seen, 0), min(stop - seen, end - first)
+        if a < b:
+            found.append((first + a, first + b))
+        seen += end - first
+    if not found and ranges:
+        place = ranges[0][0] + min(start, ranges[0][1] - ranges[0][0])
+        return [(place, place)]
+    return found
+
+
+def _joined(ranges: _Ranges) -> _Ranges:
+    """Join neighbours, and leave out empty ranges if there are others."""
+    found: _Ranges = []
+    for first, end in [one for one in ranges if one[0] < one[1]] or ranges[:1]:
+        if found and found[-1][1] == first:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((first, end))
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -77,6 +147,6 @@ def is_first_copy(tensor: Tensor) -> bool:
         return not dist.is_initialized() or dist.get_rank() == 0
     mesh = tensor.device_mesh
     return all(
-        isinstance(placement, Shard) or mesh.get_local_rank(mesh_dim) == 0
+        _sharded_dim(placement) is not None or mesh.get_local_rank(mesh_dim) == 0
         for mesh_dim, placement in enumerate(tensor.placements)
     )

@@ -124,6 +124,10 @@ def first_metric(found: dict[str, Any]) -> dict[str, Any]:
             changed(lambda r: r["cases"][0].update(status="fail", reason="x")),
             "'fail' must have a reason and no metrics",
         ),
+        (
+            changed(lambda r: r.update(num_threads="2")) + b"\xda",
+            "Expected `int`, got `str` - at `$.num_threads` (line 1)",
+        ),
         (changed(lambda r: first_metric(r).update(samples=[])), "length >= 1 - at `$.cases[0].metrics[0].samples`"),
         (
             changed(lambda r: first_metric(r).update(samples=[0.0])),

@@ -14,6 +14,7 @@ import pytest
 
 from rlcore.chaos.driver import options_of, places_of
 from rlcore.chaos.plan import plan_of
+from tests.warm import ENGINES, warm
 
 COMMAND = [sys.executable, "-m", "rlcore", "chaos", "--device", "cpu"]
 
@@ -34,7 +35,7 @@ def test_promises_are_kept_at_random_moments(pytestconfig: pytest.Config) -> Non
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_an_interrupt_ends_with_the_summary_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    command = [*COMMAND, "--fault", "none"]
+    command = [*warm(*ENGINES), *COMMAND[1:], "--fault", "none"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("seed 0: trainer on cpu:0")

@@ -1,7 +1,8 @@
-"""The command as its users and their scripts see it: output, exit codes, errors in one line."""
+"""The command as its users and their scripts see it: output, exit code, errors in one line."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import io
@@ -181,7 +182,7 @@ def _read_or_end(fd: int) -> bytes:
         return b""
 
 
-# -------------------------------------------------------------------------------------------------- exit codes
+# -------------------------------------------------------------------------------------------------- exit code
 
 
 @pytest.mark.parametrize(
@@ -259,6 +260,43 @@ def test_error_that_is_not_ours_keeps_its_traceback(run_python: Any) -> None:
     result = run_python(f"import sys\nfrom rlcore.cli import main as cli\n{code}")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+class Unwritable(io.StringIO):
+    """As a file on a full disk, or a pipe that nobody reads: what is written fails when it leaves the buffer."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def flush(self) -> None:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize(
+    ("stdout", "code"),
+    [
+        (
+            Unwritable(errno.ENOSPC),
+            "rlcore: cannot write the result to standard output: No space left on device; what is there is not whole",
+        ),
+        (Unwritable(errno.EPIPE), 1),
+        (None, None),  # closed
+    ],
+    ids=["full", "read by nobody", "closed"],
+)
+def test_a_standard_output_that_takes_nothing_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, stdout: Any, code: Any
+) -> None:
+    for arguments in (["bench", "list"], ["bench", "list", "--json"], ["version"]):
+        monkeypatch.setattr(sys, "argv", ["rlcore", *arguments])
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())  # typer replaces it where nobody reads
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or None) == code
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.close()
 
 
 def test_help_names_every_command(rlcore_command: Run) -> None:

@@ -224,6 +224,10 @@ CALLS = [
     ("WeightReceiver(None, None)", "WeightReceiver takes a torch.nn.Module, a mapping of names to tensors, or a"),
     ("collate('x')", "collate() takes a list or tuple as outputs, got 'x'"),
     ("collate([])", "collate() needs at least one completion, got none"),
+    (
+        "collate(outputs, advantages=[1, 2, float('nan'), 4])",
+        "collate() got nan among advantages, for completion 2; give finite numbers, or leave the completion out",
+    ),
     ("collate(outputs, advantages=[1, 2, 3])", "collate() got 3 advantages for 4 completions; give one each"),
     ("SamplingParams.of(3)", "sampling parameters must be a mapping, None or rlcore's own SamplingParams, got"),
     ("ops.token_weights('token-mean', ones, total=0)", "token_weights: total must be above 0 where a token of mask co"),

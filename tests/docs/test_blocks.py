@@ -52,6 +52,9 @@ NOT_RUN = {
         4: "lines for a program in training; tests/engines/test_train_checkpoints.py makes such calls",
         5: "lines for another program; tests/engines/test_checkpoint.py reads a checkpoint so",
     },
+    "docs/parallel.md": {
+        0: "lines for a program with eight devices; tests/engines/test_train_sequence_parallel.py makes such calls"
+    },
     "docs/offload.md": {
         0: "lines for a program with engines; tests/engines/test_offload_swap.py makes such calls",
         2: "asks for more host memory than a test may take",

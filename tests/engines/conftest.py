@@ -26,7 +26,7 @@ from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.logs import LogMerger
 from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
-from tests.warm import LIMIT_S
+from tests.warm import LIMIT_S, warm_workers
 
 _CHARACTERS = "0123456789+-*=$ .abcd"
 
@@ -43,6 +43,13 @@ class Keeper:
 
     def close(self) -> None:
         pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_workers() -> Iterator[None]:
+    """Workers begin with torch imported; tests/base and tests/bench have some that begin with nothing."""
+    with warm_workers():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -57,8 +57,8 @@ def test_boundaries_stay_on_the_host_and_the_rest_is_on_the_device(device: Any) 
         boundaries = part.tokens["cu_seqlens"], part.cu_rows
         assert all(edges.device.type == "cpu" and edges.dtype == torch.int32 for edges in boundaries)
         assert part.tokens["cu_seqlens"][-1] == len(part.tokens["input_ids"])
-        assert part.cu_rows[-1] == len(part.rows_R) == len(part.targets_R)
-        there = [part.tokens["input_ids"], part.rows_R, part.targets_R, *part.per_token.values()]
+        assert part.cu_rows[-1] == len(part.rows_S) == len(part.targets_S)
+        there = [part.tokens["input_ids"], part.rows_S, part.targets_S, *part.per_token.values()]
         assert all(tensor.device == device.torch_device for tensor in there)
 
 
@@ -104,7 +104,7 @@ def test_micro_batches_have_about_equal_tokens_and_no_more_than_the_limit(
     parts = list(micro_batches(replace(own, num_micro_batches=count), torch.ones(sum(lengths)) > 0, 10, CPU))
     tokens = [len(part.tokens["input_ids"]) for part in parts]
     assert tokens[: len(expected)] == expected and len(parts) == count
-    assert all(len(part.rows_R) == 0 for part in parts[len(expected) :])
+    assert all(len(part.rows_S) == 0 for part in parts[len(expected) :])
     of_all = torch.cat([part.tokens["input_ids"] for part in parts[: len(expected)]])
     assert torch.equal(of_all.sort().values, packed["input_ids"])
 
@@ -114,7 +114,7 @@ def test_a_worker_that_is_done_joins_in_with_what_compiled_blocks_take_for_any_o
     few, many = {name: value[:12] for name, value in packed.items() if name != "cu_seqlens"}, 3
     own = rank_batches(few | {"cu_seqlens": packed["cu_seqlens"][:2]}, 1, 12)[0]
     parts = list(micro_batches(replace(own, num_micro_batches=many), few[WEIGHT] != 0, 12, device.torch_device))
-    assert [len(part.rows_R) for part in parts] == [11, 0, 0]
+    assert [len(part.rows_S) for part in parts] == [11, 0, 0]
     for part in parts:
         assert min(len(tensor) for tensor in part.tokens.values()) > 1, "the compiler takes a size of 1 for a constant"
 

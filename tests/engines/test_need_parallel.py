@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlcore.engines.need_parallel import NeedParallel, gathered, in_row_order, split_arguments
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -85,8 +85,33 @@ def test_what_cannot_be_split_is_named() -> None:
             NeedParallel([1, 2, 3], balance_by=costs)
     with pytest.raises(InvalidInputError, match="balance_by takes one cost a row in a list or tensor, got 3"):
         NeedParallel([1, 2, 3], balance_by=3)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="no executor splits sequences yet"):
-        NeedParallel([1], type="seq")
+    with pytest.raises(InvalidInputError, match="type must be 'dp' or 'seq', got 'tp'"):
+        NeedParallel([1], type="tp")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="balance_by deals out rows; type='seq' splits the tokens of each"):
+        NeedParallel([1, 2], type="seq", balance_by=[1, 1])
+    with pytest.raises(InvalidInputError, match=r"takes rows of one length; pad them, or pack them to \[T\]"):
+        NeedParallel([[1, 2], [3]], type="seq")
+
+
+def test_tokens_are_split_as_hidden_states_are() -> None:
+    def parts(data: Any) -> list[Any]:
+        return NeedParallel(data, type="seq").split(4)
+
+    assert [part.tolist() for part in parts(torch.arange(7))] == [[0, 1], [2, 3], [4, 5], [6]], "packed"
+    assert [part.tolist() for part in parts(torch.arange(10).view(2, 5))] == [
+        [[0, 1], [5, 6]],
+        [[2, 3], [7, 8]],
+        [[4], [9]],
+        [[], []],
+    ]
+    assert parts({"ids": [[1, 2, 3], [4, 5, 6]], "flat": [7, 8]}) == [
+        {"ids": [[1], [4]], "flat": [7]},
+        {"ids": [[2], [5]], "flat": [8]},
+        {"ids": [[3], [6]], "flat": []},
+        {"ids": [[], []], "flat": []},
+    ]
+    calls = split_arguments([NeedParallel([1, 2]), NeedParallel([3, 4], type="seq")], {}, 4, 2)
+    assert [args for args, _ in calls] == [[[1], [3]], [[1], [4]], [[2], [3]], [[2], [4]]]
 
 
 def test_a_tensordict_is_split_as_one() -> None:

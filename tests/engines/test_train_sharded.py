@@ -130,6 +130,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "reduced each time": {"reduce_each_micro_batch": True},
     "gathered one by one": {"gather_bytes": 0},
+    "sequences shared": {"sequence_parallel_size": 2},
 }
 
 
@@ -153,6 +154,7 @@ def test_fused_optimizers_clip_as_others_do(build: Build, truth: Truth) -> None:
     [
         "replicas",
         "reduced each time",
+        "sequences shared",
         pytest.param("recomputed", marks=slow),  # a user's own blocks are, in another test
         pytest.param("gathered one by one", marks=slow),
     ],

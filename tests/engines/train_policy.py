@@ -193,7 +193,7 @@ def engines_of(policy: Any, folder: Path, shared_devices: Sequence[str], runtime
                 engine = stack.enter_context(rlcore.TrainEngine(module))
                 on_host = ["cpu:0"] if workers == 1 else [*shared_devices, "cpu:2", "cpu:3"]
                 devices = on_host if device == "cpu" else [f"{device}:{index}" for index in range(workers)]
-                shards = workers // options.get("replicas", 1)
+                shards = workers // options.get("replicas", 1) // options.get("sequence_parallel_size", 1)
                 engine.build(devices=devices[:workers], data_parallel_size=shards, timeout_s=250, **options)
                 engine.initial = engine.state_dict()  # type: ignore[attr-defined]
                 engines[key] = engine

@@ -12,11 +12,11 @@ be only saves time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from rlcore.engines.weight_sync.planning.manifest import dtype_of
-from rlcore.engines.weight_sync.planning.strided_copy import Copy
+from rlcore.engines.weight_sync.planning.strided_copy import Copy, dense
 
 ALIGNMENT = 512
 """Bytes to which each piece in a slot is aligned; the header takes so much too."""
@@ -136,8 +136,3 @@ def repacking(bucket: Bucket) -> list[BucketPiece]:
 def _placed(bucket: Bucket) -> Iterator[tuple[BucketPiece, Copy, int]]:
     for piece, offset in zip(bucket.pieces, bucket.offsets, strict=True):
         yield piece, piece.copy, offset // dtype_of(piece.dtype).itemsize
-
-
-def dense(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

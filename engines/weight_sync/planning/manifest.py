@@ -1,4 +1,4 @@
-"""The manifest of a trainer: its numbered parameters, the rows that each rank holds, and the weights as views of them.
+"""The manifest of a trainer: its numbered parameters, the box that each rank holds, and the weights as views of them.
 
 Every rank of the trainer computes the same manifest from its own module, without communication; equal digests prove it.
 """
@@ -15,27 +15,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rlcore.engines.weight_sync.messages import Message
+from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
 from rlcore.errors import SyncError
 from rlcore.tensor_data import dtype_name
-from rlcore.weights.shards import Rows, local_part, rows_of_ranks
+from rlcore.weights.shards import Bounds, boxes_of_ranks, local_part, pairs_of
 
 if TYPE_CHECKING:
     from rlcore.weights.view import WeightView
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor that the trainer holds, whole or by rows. Its elements are numbered row by row."""
+    """A tensor that the trainer holds, whole or in boxes. Its elements are numbered row by row."""
 
     shape: tuple[int, ...]
     dtype: str
     """Its name in torch, such as "bfloat16"."""
     layout: int
-    """Index in ``WeightManifest.layouts``, which say the rows of each rank."""
+    """Index in ``WeightManifest.layouts``, which say the box of each rank."""
 
-    @property
-    def row_numel(self) -> int:
-        """Number of elements of a row; a scalar is one row."""
-        return math.prod(self.shape[1:])
+    def held(self, bounds: Bounds) -> Copy:
+        """Return a rank's box as a copy, from the numbers of its elements in the rank's own memory to theirs here."""
+        sides = pairs_of(bounds, self.shape or (1,))
+        shape, stride = tuple(end - first for first, end in sides), dense(self.shape or (1,))
+        first = sum(side[0] * step for side, step in zip(sides, stride, strict=True))
+        return canonical(Copy(shape, 0, dense(shape), first, stride))
 
     @property
     def numel(self) -> int:
@@ -49,7 +52,7 @@ class Weight(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: tuple[int, ...]
     dtype: str
     parameter: int | None
-    """Number of the parameter that it is a view of; None where it is sent whole, as no view of one held by rows."""
+    """Number of the parameter that it is a view of; None where it is sent whole, as no view of one held in boxes."""
     offset: int
     """In elements of the parameter, as are strides."""
     stride: tuple[int, ...]
@@ -67,8 +70,13 @@ class WeightManifest(Message, frozen=True):
     num_ranks: int
     parameters: tuple[Parameter, ...]
     weights: tuple[Weight, ...]
-    layouts: tuple[tuple[Rows, ...], ...]
-    """For each rank the rows that it has. Two ranks have the same rows, as replicas, or none in common."""
+    layouts: tuple[tuple[Bounds, ...], ...]
+    """For each rank the box that it has. Two ranks have the same box, as replicas, or no element in common."""
+
+    def __post_init__(self) -> None:
+        odd = next((box for layout in self.layouts for box in layout if len(box) < 2 or len(box) % 2), None)
+        if odd is not None:
+            raise ValueError(f"a box has (first, end) of one dimension after the other, got {odd}")
 
 
 class RankParameters:
@@ -84,7 +92,7 @@ class RankParameters:
         return [local_part(parameter) for parameter in self._parameters]
 
     def parts(self) -> list[Tensor]:
-        """Return what this rank holds of each parameter, [rows, ...] contiguous, in the parameter's own memory."""
+        """Return what this rank holds of each parameter, its box contiguous, in the parameter's own memory."""
         return [_part(parameter) for parameter in self._parameters]
 
 
@@ -104,10 +112,10 @@ class _Describer:
     def __init__(self, num_ranks: int) -> None:
         self.parameters: list[Tensor] = []
         self.described: list[Parameter] = []
-        self.layouts: dict[tuple[Rows, ...], int] = {}
+        self.layouts: dict[tuple[Bounds, ...], int] = {}
         self._num_ranks = num_ranks
         self._indices: dict[int, int | None] = {}
-        self._known: dict[Any, tuple[Rows, ...] | None] = {}  # by mesh, placements and number of rows
+        self._known: dict[Any, tuple[Bounds, ...] | None] = {}  # by mesh, placements and shape
 
     def weight(self, found: WeightView) -> Weight:
         name, parameter, view = found[:3]
@@ -120,21 +128,20 @@ class _Describer:
         return self._indices[id(parameter)]
 
     def _add(self, parameter: Tensor) -> int | None:
-        rows = self._rows(parameter)
-        if rows is None or not _part(parameter).is_contiguous():
+        boxes = self._boxes(parameter)
+        if boxes is None or not _part(parameter).is_contiguous():
             return None
-        layout = self.layouts.setdefault(rows, len(self.layouts))
+        layout = self.layouts.setdefault(boxes, len(self.layouts))
         self.parameters.append(parameter)
         self.described.append(Parameter(tuple(parameter.shape), dtype_name(parameter.dtype), layout))
         return len(self.parameters) - 1
 
-    def _rows(self, parameter: Tensor) -> tuple[Rows, ...] | None:
-        size = parameter.shape[0] if parameter.dim() else 1
+    def _boxes(self, parameter: Tensor) -> tuple[Bounds, ...] | None:
         if not isinstance(parameter, DTensor):
-            return ((0, size),) * self._num_ranks
-        key = parameter.device_mesh, parameter.placements, size
+            return ((0, parameter.shape[0] if parameter.dim() else 1),) * self._num_ranks
+        key = parameter.device_mesh, parameter.placements, parameter.shape
         if key not in self._known:
-            self._known[key] = rows_of_ranks(parameter, self._num_ranks)
+            self._known[key] = boxes_of_ranks(parameter, self._num_ranks)
         return self._known[key]
 
 

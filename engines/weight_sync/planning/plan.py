@@ -1,6 +1,6 @@
 """The plan of one worker of an engine: which elements of which trainer rank go where.
 
-It is the loader trace, cut by the rows of the ranks:
+It is the loader trace, cut by the boxes of the ranks, most of which are rows:
 
     trainer: parameters, by rows    loader trace                       plan: pieces
     rank 0: rows [0, 6)  ----+      weight q: rows [0, 4) -> qkv[0:4]      rank 0: q rows [0, 4)  -> qkv[0:4]
@@ -25,10 +25,10 @@ from rlcore.engines.weight_sync.messages import Message
 from rlcore.engines.weight_sync.planning.dispatch_trace import Constant
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, NotPlain, Write
 from rlcore.engines.weight_sync.planning.manifest import Parameter, WeightManifest, dtype_of
-from rlcore.engines.weight_sync.planning.strided_copy import Copy, coalesce, cut
+from rlcore.engines.weight_sync.planning.strided_copy import Copy, coalesce, taken_from
 from rlcore.errors import SyncError
 from rlcore.tensor_data import dtype_name
-from rlcore.weights.shards import Rows
+from rlcore.weights.shards import Bounds
 
 
 class PlanPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,7 +40,7 @@ class PlanPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Index in ``SyncPlan.destinations``."""
     shape: tuple[int, ...]
     source_offset: int
-    """In elements, from the first of the rank's rows."""
+    """In elements, from the first of the rank's box."""
     source_stride: tuple[int, ...]
     offset: int
     """In elements, from the destination's first."""
@@ -128,7 +128,7 @@ def make_plan(
     distances: Sequence[int] = (),
     spread: int = 0,
 ) -> SyncPlan:
-    """Cut a loader trace by the rows that each rank has.
+    """Cut a loader trace by the box that each rank has.
 
     Args:
         excluded: destinations to leave to the engine's loader, and why.
@@ -136,7 +136,7 @@ def make_plan(
         spread: number of the receiver, so that receivers take from different replicas.
 
     Raises:
-        SyncError: no rank has some of the rows.
+        SyncError: no rank has some of the elements.
     """
     manifest = trace.manifest
     fallen = _fallen(trace, excluded or {})
@@ -231,20 +231,20 @@ def _modules(destination: Destination) -> set[str]:
 
 
 class Replicas(NamedTuple):
-    """Ranks that have the same rows of a parameter."""
+    """Ranks that have the same box of a parameter."""
 
-    rows: Rows
+    box: Bounds
     ranks: list[int]
 
 
 class _Cut(NamedTuple):
     holders: Replicas
     copy: Copy
-    """The copy; its source is counted from the first of the holders' rows."""
+    """The copy; its source is counted within the holders' box."""
 
 
 class _Cutter:
-    """Cuts copies by rows. Copies that differ only in where they go are cut once, such as those of experts."""
+    """Cuts copies by boxes. Copies that differ only in where they go are cut once, such as those of experts."""
 
     def __init__(self, manifest: WeightManifest, distances: Sequence[int], spread: int) -> None:
         self._manifest = manifest
@@ -269,16 +269,13 @@ class _Cutter:
         ]
 
     def _cut(self, copy: Copy, shape: tuple[int, ...], layout: int) -> list[_Cut]:
-        row = Parameter(shape, "", layout).row_numel
+        parameter = Parameter(shape, "", layout)
         found = []
         for holders in replicas(self._manifest.layouts[layout]):
-            first, end = (bound * row for bound in holders.rows)
-            found += [
-                _Cut(holders, part._replace(source_offset=part.source_offset - first)) for part in cut(copy, first, end)
-            ]
+            found += [_Cut(holders, part) for part in taken_from(parameter.held(holders.box), copy)]
         if missing := copy.numel - sum(part.copy.numel for part in found):
             raise SyncError(
-                f"no trainer rank holds {missing} elements of a parameter of shape {list(shape)}, whose rows are held "
+                f"no trainer rank holds {missing} elements of a parameter of shape {list(shape)}, whose parts are held "
                 f"as {list(self._manifest.layouts[layout])}. The manifest is not of one trainer."
             )
         return found
@@ -298,10 +295,10 @@ def nearest_rank(ranks: Sequence[int], distances: Sequence[int], turn: int) -> i
 
 
 @functools.lru_cache(4096)
-def replicas(layout: tuple[Rows, ...]) -> list[Replicas]:
-    """Return the ranks of each run of rows."""
-    by_rows: dict[Rows, list[int]] = defaultdict(list)
-    for rank, rows in enumerate(layout):
-        if rows[0] < rows[1]:
-            by_rows[rows].append(rank)
-    return [Replicas(rows, ranks) for rows, ranks in sorted(by_rows.items())]
+def replicas(layout: tuple[Bounds, ...]) -> list[Replicas]:
+    """Return the ranks of each box that is not empty."""
+    by_box: dict[Bounds, list[int]] = defaultdict(list)
+    for rank, box in enumerate(layout):
+        if all(first < end for first, end in zip(box[::2], box[1::2], strict=True)):
+            by_box[box].append(rank)
+    return [Replicas(box, ranks) for box, ranks in sorted(by_box.items())]

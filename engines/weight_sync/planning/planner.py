@@ -1,4 +1,4 @@
-"""The planner: traces an engine's loader, cuts the trace by a trainer's rows, and has the plan tested."""
+"""The planner: traces an engine's loader, cuts the trace by a trainer's boxes, and has the plan tested."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 from rlcore.engines.weight_sync.endpoint import EndpointInfo
-from rlcore.engines.weight_sync.planning.buckets import BucketPiece, dense
+from rlcore.engines.weight_sync.planning.buckets import BucketPiece
 from rlcore.engines.weight_sync.planning.coverage import missing_part
 from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import Replicas, SyncPlan, make_plan, misfits, nearest_rank, replicas
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
-from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical
+from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
 from rlcore.engines.weight_sync.target import Target
 from rlcore.errors import SyncError
 
@@ -71,7 +71,7 @@ class Planner:
 
     @property
     def unreached(self) -> str:
-        """The reason why some rows are with senders alone that the receiver does not reach; "" if there are none."""
+        """The reason why some parts are with senders alone that the receiver does not reach; "" if there are none."""
         everywhere = Replicas((0, 0), list(range(len(self._senders))))  # of weights that every rank computes
         for held in [everywhere, *itertools.chain.from_iterable(map(replicas, self.manifest.layouts))]:
             if all(self._unreached[rank] for rank in held.ranks):

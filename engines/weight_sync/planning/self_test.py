@@ -140,9 +140,10 @@ def _apply(pieces: Sequence[PlanPiece], manifest: WeightManifest, destinations: 
         if piece.parameter not in wholes:
             device = destinations[piece.destination].device
             wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
-        first, end = (bound * described.row_numel for bound in manifest.layouts[described.layout][piece.rank])
+        held = described.held(manifest.layouts[described.layout][piece.rank])
         numbers[piece.rank, piece.parameter] = len(parts)
-        parts.append(wholes[piece.parameter][first:end])
+        box = wholes[piece.parameter].as_strided(held.shape, held.stride, held.offset)
+        parts.append(box.contiguous().view(-1))
     moves = [
         StridedPiece(
             numbers[piece.rank, piece.parameter],

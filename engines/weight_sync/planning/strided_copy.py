@@ -78,6 +78,11 @@ def compose(first: Copy, second: Copy) -> list[Copy]:
     return [canonical(copy) for copy in found]
 
 
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def cut(copy: Copy, first: int, end: int) -> list[Copy]:
     """Return the part of a canonical copy whose source elements are within [first, end).
 
@@ -91,6 +96,22 @@ def cut(copy: Copy, first: int, end: int) -> list[Copy]:
         return []
     interval = Copy((end - first,), first, (1,), first, (1,))
     return compose(interval, copy)
+
+
+def taken_from(held: Copy, copy: Copy) -> list[Copy]:
+    """Return the part of a canonical copy whose source elements somebody holds, from where they are held.
+
+    Args:
+        held: canonical; from the numbers of elements in the holder's memory to their numbers in the source of ``copy``.
+
+    Raises:
+        NotNestedError: the source layout overlaps itself, or the two cannot be compared.
+    """
+    if len(held.shape) <= 1 and held.stride in ((), (1,)):  # a run of elements, with which any strides can be compared
+        first = held.offset
+        parts = cut(copy, first, first + held.numel)
+        return [part._replace(source_offset=part.source_offset - first) for part in parts]
+    return [] if 0 in copy.shape else compose(held, copy)
 
 
 def subtract(copy: Copy, hole: Copy) -> list[Copy]:

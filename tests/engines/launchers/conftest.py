@@ -22,6 +22,7 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.process.runtime_folder import RuntimeFolder
 from rlcore.process.status import maker_of_shared_memory
+from tests.warm import warm_workers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the child cannot import this file
 
@@ -82,7 +83,9 @@ class Idle:
 @pytest.fixture(scope="session")
 def join_group(start_group: StartGroup) -> Iterator[StartGroup]:
     """As ``start_group``, on cpu:4 and cpu:5. Their two processes serve all tests that end no process."""
-    with start_group(Idle, 2, first=4, engine="an engine that stays"):
+    with contextlib.ExitStack() as stack:
+        with warm_workers():
+            stack.enter_context(start_group(Idle, 2, first=4, engine="an engine that stays"))
         yield functools.partial(start_group, first=4)
 
 

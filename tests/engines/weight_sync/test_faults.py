@@ -327,6 +327,7 @@ STEPS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # together minutes: the file begins early
 @pytest.mark.parametrize(
     "fault",
     [

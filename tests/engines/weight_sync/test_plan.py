@@ -18,7 +18,7 @@ from rlcore.engines.weight_sync.planning.self_test import checksums, made_weight
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
-from rlcore.weights.shards import Rows
+from rlcore.weights.shards import Bounds
 
 GRIDS = [
     Share(),
@@ -50,7 +50,7 @@ def views(sizes: Sizes, dtype: torch.dtype, *, is_packed: bool = False) -> Itera
 def sharded(manifest: WeightManifest, rng: random.Random, num_ranks: int, replicas: int = 1) -> WeightManifest:
     """The same weights, with rows dealt out at random: uneven, and some ranks with none."""
 
-    def dealt(size: int) -> tuple[Rows, ...]:
+    def dealt(size: int) -> tuple[Bounds, ...]:
         edges = sorted(rng.randint(0, size) for _ in range(num_ranks - 1))
         rows = list(zip([0, *edges], [*edges, size], strict=True))
         return tuple(rows * replicas)

@@ -1,0 +1,152 @@
+"""Workers that share sequences train as plain PyTorch does, whatever the heads, lengths, losses and layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor
+
+import rlcore
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.ops import gspo, ppo_clip
+from rlcore.packed.sequence_parallel import own_tokens
+
+from .plain_training import Truth, assert_metrics
+from .train_batches import VOCAB, packed_batch
+from .train_policy import Build, Regression, engines_of, regression_weights, train_policy, truth_of
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+
+UNEVEN = ((12, 3, 7, 2, 9, 5, 14), 16384), ((12, 3, 7, 2, 9, 5, 14), 15), ((41,), 41)
+"""Lengths of sequences, and the most tokens of a micro-batch: 52 tokens divide by 4, 41 and those of parts do not."""
+
+
+class Sliced(train_policy()):  # type: ignore[misc]
+    """It has methods of the user's own."""
+
+    def own_logits(self, tokens: dict[str, Tensor], marks: Tensor) -> tuple[int, list[int]]:
+        """The number of hidden states, and the marks of their tokens."""
+        with torch.no_grad():
+            return len(self.hidden_states(tokens)), marks.tolist()
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return Sliced
+
+
+@pytest.fixture(scope="module")
+def build(
+    policy: Any, qwen2_folder: Path, shared_devices: tuple[str, ...], short_runtime_folder: Path
+) -> Iterator[Build]:
+    with engines_of(policy, qwen2_folder, shared_devices, short_runtime_folder) as get:
+        yield get
+
+
+@pytest.fixture
+def truth(policy: Any, qwen2_folder: Path) -> Truth:
+    return truth_of(policy, qwen2_folder)
+
+
+# ----------------------------------------------------------------------------------- training, on several workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (4, {"sequence_parallel_size": 4}),
+        (4, {"sequence_parallel_size": 2, "activation_checkpointing": "selective"}),
+        (2, {"sequence_parallel_size": 2, "activation_checkpointing": True}),
+    ],
+    ids=["keys and values replicated", "two groups", "recomputed"],
+)
+def test_steps_and_log_probs_are_those_of_plain_pytorch(
+    build: Build, truth: Truth, workers: int, options: dict[str, Any]
+) -> None:
+    engine = build(workers, **options)
+    for lengths, max_tokens in UNEVEN:
+        batch, limit = packed_batch(lengths), {"max_tokens_per_micro_batch": max_tokens}
+        evaluated = engine.eval_batch(batch, ppo_clip(), **limit)
+        found = engine.train_batch(batch, ppo_clip(), **limit)
+        step = truth.step(batch, ppo_clip())
+        assert_metrics(evaluated, *step)
+        assert_metrics(found, *step)
+        truth.assert_logprobs(engine.forward_logprobs(batch, temperature=0.7, **limit), batch, temperature=0.7)
+    truth.assert_weights(engine.state_dict())
+
+
+@pytest.mark.slow
+def test_a_loss_of_sequences_sees_all_of_each(build: Build, truth: Truth) -> None:
+    engine, batch = build(4, sequence_parallel_size=4), packed_batch()
+    loss = gspo(clip_low=1.0, clip_high=1.0)
+    lengths = batch["cu_seqlens"].diff()
+    counts = torch.stack([part.sum() for part in batch["loss_mask"].split(lengths.tolist())])
+    edges = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+    def of_all(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> Any:
+        mask = torch.ones_like(logprob, dtype=torch.bool)
+        return loss(logprob, entropy, {**per_token, "cu_seqlens": edges, "token_mask": mask})
+
+    for max_tokens in (16384, 15):
+        found = engine.train_batch(batch, loss, max_tokens_per_micro_batch=max_tokens)
+        truth.assert_step(found, batch, of_all)
+    truth.assert_weights(engine.state_dict())
+
+
+@pytest.mark.slow
+def test_adapters_alone_train(build: Build, qwen2_folder: Path, shared_devices: tuple[str, ...], policy: Any) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    from .test_train_lora import TARGETS, lora_module, plain_with
+
+    build(2, sequence_parallel_size=2)
+    with rlcore.TrainEngine(lora_module(policy, qwen2_folder, target_modules=TARGETS)) as engine:
+        engine.build(devices=shared_devices[:2], sequence_parallel_size=2)
+        fresh = engine.state_dict(adapters="only")
+        truth = Truth(lambda: plain_with(fresh, policy, qwen2_folder, target_modules=TARGETS))
+        for lengths, _ in UNEVEN:
+            batch = packed_batch(lengths)
+            truth.assert_step(engine.train_batch(batch, ppo_clip()), batch, ppo_clip())
+        truth.assert_weights(engine.state_dict(adapters="only"), adapters="only")
+
+
+@pytest.mark.slow
+def test_arguments_are_split_as_hidden_states_are(build: Build) -> None:
+    engine, batch = build(4, sequence_parallel_size=2), packed_batch((6, 3))
+    tokens = {"input_ids": batch["input_ids"], "cu_seqlens": batch["cu_seqlens"]}
+    marks = rlcore.NeedParallel(torch.arange(9), type="seq")
+    assert engine.own_logits(tokens, marks) == [(5, [0, 1, 2, 3, 4]), (4, [5, 6, 7, 8])] * 2
+    rows = rlcore.NeedParallel([1, 2, 3, 4, 5], balance_by=[1, 1, 9, 1, 1])
+    assert engine.call("squares", rows, gather="cat") == [1, 4, 9, 16, 25], "workers of a group have the same rows"
+
+
+# ------------------------------------------------------------------------------------ refusals, before any worker
+
+
+def refusal(module: Any, **options: Any) -> str:
+    with rlcore.TrainEngine(module) as engine, pytest.raises((InvalidInputError, UnsupportedError)) as raised:
+        engine.build(devices=[f"cpu:{number}" for number in range(3)], **options)
+    return str(raised.value)
+
+
+def test_what_cannot_be_shared_is_refused_before_a_worker_starts(policy: Any, qwen2_folder: Path) -> None:
+    with rlcore.meta_device():
+        module, own = policy.from_pretrained(qwen2_folder), Regression(regression_weights())
+    found = refusal(module, sequence_parallel_size=3)
+    assert "sequence_parallel_size=3 of Sliced" in found and "its 4 query heads do not divide by 3" in found
+    found = refusal(own, sequence_parallel_size=3)
+    assert "sequence_parallel_size=3 of Regression" in found and "does not define check_sequence_parallel()" in found
+    found = refusal(module, sequence_parallel_size=0)
+    assert "sequence_parallel_size must be a whole number of at least 1, got 0" in found
+
+
+def test_each_token_is_of_one_worker() -> None:
+    for num_tokens in (0, 1, 5, 8, VOCAB):
+        parts = [own_tokens(num_tokens, rank, 4) for rank in range(4)]
+        assert [token for part in parts for token in part] == list(range(num_tokens))
