@@ -15,7 +15,7 @@ test: .venv/dev.installed  ## What to run after each change: under five minutes,
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/deepspeed/installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
@@ -52,6 +52,13 @@ docs: .venv/docs.installed results  ## The documentation site, in outputs/docs; 
 	@rm -f .venv/new
 	@echo "Installing rlcore[$*] into .venv; the first time takes minutes, most of them for torch"
 	@$(PIP) install -c constraints.txt -e '.[$*]'
+	@touch $@
+
+# In a folder of its own, which its tests alone put on the path: transformers and others import it wherever they find it.
+.venv/deepspeed/installed: constraints.txt .venv/dev.installed
+	@echo "Building DeepSpeed in .venv/deepspeed"
+	@$(PIP) install --quiet --target .venv/deepspeed -c constraints.txt einops hjson msgpack ninja psutil py-cpuinfo pydantic tqdm
+	@DS_ACCELERATOR=cpu $(PIP) install --quiet --target .venv/deepspeed -c constraints.txt --no-build-isolation --no-deps deepspeed
 	@touch $@
 
 # An interpreter that was asked for runs, and is the one of .venv, or this says so.

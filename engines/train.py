@@ -89,7 +89,8 @@ class TrainEngine(CheckpointedEngine):
             sequence_parallel_size: workers that share each part, every micro-batch cut into as many runs of tokens
                 (Ulysses): for sequences that are too long for one device. It must divide the attention's query heads.
             options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
-                ``rlcore.engines.fsdp2.sharding.Sharding``.
+                ``rlcore.engines.fsdp2.sharding.Sharding``, for "deepspeed" those of
+                ``rlcore.engines.deepspeed.options.ZeroOptions``.
         """
         sizes = {"replicas": replicas, "sequence_parallel_size": sequence_parallel_size}
         for name, value in (sizes | {"data_parallel_size": data_parallel_size}).items():
@@ -101,6 +102,7 @@ class TrainEngine(CheckpointedEngine):
         return super().build(data_parallel_size=replicas * data_parallel_size * sequence_parallel_size, **options)
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
+        self._executor_class.check_packages()
         if self._sequence_parallel_size > 1:
             self._module.check_sequence_parallel(self._sequence_parallel_size)
 
@@ -139,7 +141,7 @@ class TrainEngine(CheckpointedEngine):
         return partial(self.call, name)
 
     @takes("call()", name=TEXT)
-    def call(self, name: str, *args: Any, gather: Gather = "list", **kwargs: Any) -> Any:
+    def call(self, name: str, *args: object, gather: Gather = "list", **kwargs: object) -> Any:
         """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
 
         Args:
@@ -297,7 +299,7 @@ class TrainEngine(CheckpointedEngine):
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
 
     def _call_with_batch(
-        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: Any
+        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: object
     ) -> R:
         """Call ``method(rank's batch, *args, options)`` on every worker; return the result, the same on all."""
         group = self._built_group()

@@ -35,7 +35,7 @@ from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_me
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
 from rlcore.weights.stored import Conversion
-from rlcore.weights.view import Adapters, WeightView, seen_in, whole
+from rlcore.weights.view import Adapters, WeightView, named_tensors
 
 if TYPE_CHECKING:
     from rlcore.packed.sequence_parallel import SequenceGroup
@@ -121,18 +121,7 @@ class TrainModule(nn.Module):
 
         A view of a sharded parameter is a view of the gathered parameter, so all ranks iterate together to the end.
         """
-        last: Tensor | None = None
-        for name, parameter, view, compute, *_ in self.weight_views(adapters):
-            if compute is not None:
-                yield name, compute()
-                continue
-            assert parameter is not None
-            if view.shape == parameter.shape and view.is_contiguous():
-                yield name, parameter.detach()
-                continue
-            if parameter is not last:  # views of one parameter follow each other
-                last, gathered = parameter, whole(parameter.detach())
-            yield name, seen_in(gathered, view)
+        yield from named_tensors(self.weight_views(adapters))
 
     def wrap_classes(self) -> Collection[str]:
         """Return the class names of the blocks, which are gathered, recomputed and compiled one at a time."""

@@ -48,8 +48,16 @@ ELSEWHERE = {
     "tests/engines/sampling/vllm/test_vllm_serve.py": ("rlcore.engines.sampling.vllm.plugin",),
     "tests/examples/test_examples.py": tuple(
         f"rlcore.examples.{name}"
-        for name in ("framework_author", "hardware_buyer", "researcher", "rlite_tutorial", "sampler_parity")
+        for name in (
+            "async_grpo",
+            "framework_author",
+            "hardware_buyer",
+            "researcher",
+            "rlite_tutorial",
+            "sampler_parity",
+        )
     ),
+    "tests/rollout/test_reward_pool.py": ("rlcore.rollout.reward_process",),
     "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
     "tests/integrations/test_verl.py": (
         "rlcore.integrations.verl",

@@ -83,7 +83,7 @@ ROOMS = {
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
         ("executors",),
-        ("fsdp2", "sampling"),
+        ("fsdp2", "deepspeed", "sampling"),
         ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
     ),
     "kernels": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,18 +17,25 @@ from rlcore.engines.checkpoints.folder_swap import new_folder, put_in_place, rem
 from rlcore.engines.checkpoints.tensor_file import Layout, Stamp, host_pieces, write_tensors
 from rlcore.errors import CheckpointError, InvalidInputError
 from rlcore.nn import TrainModule
-from rlcore.weights.view import whole
+from rlcore.weights.view import WeightView, named_tensors, whole
 
 _INDEX = "model.safetensors.index.json"
 
 
 def export(
-    module: TrainModule, folder: Path, *, max_shard_bytes: int, writes: bool, algorithm: str = "xxh3_128"
+    module: TrainModule,
+    folder: Path,
+    *,
+    max_shard_bytes: int,
+    writes: bool,
+    algorithm: str = "xxh3_128",
+    views: Callable[[], Iterable[WeightView]] | None = None,
 ) -> None:
     """Export a module. All workers call it together; the one that ``writes`` holds one weight at a time in host memory.
 
     Args:
         algorithm: of the digests.
+        views: gives the weights with the parameters as they are sharded; None is ``module.weight_views``.
 
     Raises:
         InvalidInputError: ``max_shard_bytes`` is no positive whole number.
@@ -37,8 +44,9 @@ def export(
     """
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise InvalidInputError(f"max_shard_bytes must be a whole number of at least 1, got {max_shard_bytes!r}")
-    layouts: dict[str, Layout] = {one.name: (one.view.dtype, one.view.shape) for one in module.weight_views()}
-    weights = _gathered(module, layouts)
+    described = module.weight_views() if views is None else views()
+    layouts: dict[str, Layout] = {one.name: (one.view.dtype, one.view.shape) for one in described}
+    weights = _gathered(module.named_weights if views is None else lambda: named_tensors(views()), layouts)
     try:
         if writes:
             _export(module, folder, _shards(layouts, max_shard_bytes), weights, Stamp(uuid.uuid4().hex[:12], algorithm))
@@ -82,10 +90,12 @@ def _check_is_not_source(folder: Path, module: TrainModule) -> None:
         raise CheckpointError(f"{folder} holds the files that this module is read from; export to another folder")
 
 
-def _gathered(module: TrainModule, layouts: Mapping[str, Layout]) -> Iterator[tuple[str, Tensor]]:
+def _gathered(
+    named_weights: Callable[[], Iterable[tuple[str, Tensor]]], layouts: Mapping[str, Layout]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole weights one at a time, those with wider elements first, which is the order of a file."""
     for itemsize in sorted({dtype.itemsize for dtype, _ in layouts.values()}, reverse=True):
-        for name, tensor in module.named_weights():
+        for name, tensor in named_weights():
             if layouts[name][0].itemsize == itemsize:
                 yield name, whole(tensor)
 

@@ -82,3 +82,12 @@ def _exchanged(own: _RankCheck, device: Device) -> list[_RankCheck]:
         return [own]
     sent = all_gather_bytes(msgspec.json.encode(own), device.torch_device)
     return [msgspec.json.decode(data, type=_RankCheck) for data in sent]
+
+
+def half_loaded(folder: Path, error: Exception) -> CheckpointError:
+    """Return the error of a worker that failed while it took a checkpoint that was checked."""
+    return CheckpointError(
+        f"the checkpoint {folder} is right, and yet this worker could not take all of it: "
+        f"{type(error).__name__}: {error}; call load() again, or restart(): until then some of its weights and "
+        "optimizer states are the checkpoint's and some are not"
+    )

@@ -52,7 +52,7 @@ class SavedTensor:
         self._parts: list[tuple[list[int], Any]] = []
         self._shapes: set[tuple[int, ...]] = set()
 
-    def add_part(self, offset: list[int], shape: Sequence[int] | None, found: Any) -> None:
+    def add_part(self, offset: list[int], shape: Sequence[int] | None, found: object) -> None:
         """Add a part; ``shape`` is that of the whole tensor, None in files that do not have it."""
         self._parts.append((offset, found))
         if shape is not None:
@@ -120,16 +120,19 @@ def covers_once(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Seque
     return set(taken.values()) <= {1} and len(taken) == math.prod(len(cut) - 1 for cut in cuts)
 
 
-def parts_of(named: Mapping[str, Tensor]) -> dict[str, TensorPart]:
+def parts_of(named: Mapping[str, Tensor | TensorPart]) -> dict[str, TensorPart]:
     """Return the part of each tensor that this rank writes; one rank writes what several hold."""
     own = {
-        name: TensorPart(
-            local_part(tensor.detach()).contiguous(), [side.start for side in own_box(tensor)], tensor.shape
-        )
-        for name, tensor in named.items()
-        if is_first_copy(tensor) or name.startswith(OF_EACH_RANK)
+        name: held if isinstance(held, TensorPart) else _own_part(held)
+        for name, held in named.items()
+        if isinstance(held, TensorPart) or is_first_copy(held) or name.startswith(OF_EACH_RANK)
     }
     return dict(sorted(own.items(), key=lambda item: file_order((item[0], (item[1].tensor.dtype, ())))))
+
+
+def _own_part(tensor: Tensor) -> TensorPart:
+    offset = [side.start for side in own_box(tensor)]
+    return TensorPart(local_part(tensor.detach()).contiguous(), offset, tensor.shape)
 
 
 def write_parts(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.device import Device
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
@@ -18,7 +19,7 @@ from rlcore.engines.checkpoints.damage import DamageError, damage_of
 from rlcore.engines.checkpoints.manifest import NAME as MANIFEST
 from rlcore.engines.checkpoints.plain_values import tagged, untagged
 from rlcore.engines.checkpoints.random_states import random_states, random_states_of, setter_of_random_states
-from rlcore.engines.checkpoints.saved_tensor import SavedTensor
+from rlcore.engines.checkpoints.saved_tensor import SavedTensor, TensorPart
 from rlcore.errors import CheckpointError
 from rlcore.nn import optimizers_of, schedulers_of
 from rlcore.weights.adapters import adapter_names
@@ -60,33 +61,59 @@ class TrainState:
 class Captured:
     """The state to save: tensors by group and name, as this worker holds them, and plain state."""
 
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Tensor | TensorPart]]
     state: dict[str, Any]
 
 
-def capture(module: nn.Module, device: Device) -> Captured:
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The parts of a module that a checkpoint holds, beside random states."""
+
+    module_name: str
+    weights: Mapping[str, Tensor | TensorPart]
+    """By name, as this worker holds them; parts that are only checked need no values."""
+    optimizers: Mapping[str, StatefulOptimizer]
+    schedulers: Mapping[str, LRScheduler]
+
+
+class StatefulOptimizer(Protocol):
+    """The members of an optimizer that a checkpoint needs."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+def trained(module: nn.Module) -> Trained:
+    """Return what a checkpoint holds of a module whose parameters and optimizers torch knows."""
+    optimizers: Mapping[str, Any] = optimizers_of(module)
+    return Trained(type(module).__name__, dict(named_values(module)), optimizers, schedulers_of(module))
+
+
+def capture(found: Trained, device: Device) -> Captured:
     """Take the state of weights, optimizers, schedulers and random generators.
 
     Raises:
         InvalidInputError: an optimizer or a scheduler has a state that would not come back equal.
     """
-    optimizer_tensors: dict[str, Tensor] = {}
+    optimizer_tensors: dict[str, Tensor | TensorPart] = {}
     optimizer_values: dict[str, Any] = {}
-    for name, optimizer in optimizers_of(module).items():
+    for name, optimizer in found.optimizers.items():
         optimizer_values[name] = _split_optimizer(name, optimizer, optimizer_tensors)
     return Captured(
-        tensors={"weights": dict(_named_values(module)), "optimizer": optimizer_tensors, "rng": random_states(device)},
+        tensors={"weights": found.weights, "optimizer": optimizer_tensors, "rng": random_states(device)},
         state={
             "optimizers": tagged(optimizer_values, "optimizers"),
             "schedulers": tagged(
-                {name: _plain(value.state_dict()) for name, value in schedulers_of(module).items()}, "schedulers"
+                {name: _plain(value.state_dict()) for name, value in found.schedulers.items()}, "schedulers"
             ),
             "random_states_of": random_states_of(device),
         },
     )
 
 
-def check(checkpoint: Checkpoint, module: nn.Module, device: Device) -> TrainState:
+def check(checkpoint: Checkpoint, own: Trained, device: Device) -> TrainState:
     """Check that all of the checkpoint can be put into this module; nothing is changed.
 
     Raises:
@@ -98,13 +125,13 @@ def check(checkpoint: Checkpoint, module: nn.Module, device: Device) -> TrainSta
         raise DamageError(manifest, f"its groups must be {', '.join(_GROUPS)}; it has no {missing[0]}")
     with damage_of(manifest):
         plain = msgspec.convert(_untagged(checkpoint), PlainState, str_keys=True)
-    if found := mismatch(dict(_named_values(module)), checkpoint.tensors["weights"]):
-        raise CheckpointError(f"the checkpoint is of another model than {type(module).__name__}: {found}")
-    _check_names("optimizers", plain.optimizers.keys(), optimizers_of(module).keys())
-    _check_names("schedulers", plain.schedulers.keys(), schedulers_of(module).keys())
-    for name, optimizer in optimizers_of(module).items():
+    if found := mismatch(own.weights, checkpoint.tensors["weights"]):
+        raise CheckpointError(f"the checkpoint is of another model than {own.module_name}: {found}")
+    _check_names("optimizers", plain.optimizers.keys(), own.optimizers.keys())
+    _check_names("schedulers", plain.schedulers.keys(), own.schedulers.keys())
+    for name, optimizer in own.optimizers.items():
         _check_optimizer(name, optimizer, plain.optimizers[name], manifest)
-    _check_optimizer_tensors(checkpoint.tensors["optimizer"], optimizers_of(module))
+    _check_optimizer_tensors(checkpoint.tensors["optimizer"], own.optimizers)
     return TrainState(
         checkpoint.tensors,
         plain,
@@ -124,7 +151,7 @@ def _check_names(kind: str, saved: Collection[str], held: Collection[str]) -> No
         raise CheckpointError(f"the checkpoint has the {kind} {sorted(saved)}; the module has {sorted(held)}")
 
 
-def _check_optimizer(name: str, optimizer: Optimizer, saved: OptimizerState, manifest: Path) -> None:
+def _check_optimizer(name: str, optimizer: StatefulOptimizer, saved: OptimizerState, manifest: Path) -> None:
     with damage_of(manifest):
         given = [len(group.params) for group in msgspec.convert(saved.groups, list[_ParameterGroup])]
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -140,7 +167,7 @@ class _ParameterGroup(msgspec.Struct):
     params: list[int]
 
 
-def _check_optimizer_tensors(saved: Mapping[str, SavedTensor], optimizers: Mapping[str, Optimizer]) -> None:
+def _check_optimizer_tensors(saved: Mapping[str, SavedTensor], optimizers: Mapping[str, StatefulOptimizer]) -> None:
     counts = {name: sum(len(group["params"]) for group in held.param_groups) for name, held in optimizers.items()}
     for path in saved:
         match path.split("/"):
@@ -158,12 +185,12 @@ def restore(state: TrainState, module: nn.Module) -> None:
         optimizer.load_state_dict(_join_optimizer(name, optimizer, state))
     for name, scheduler in schedulers_of(module).items():
         scheduler.load_state_dict(state.plain.schedulers[name])
-    for name, value in _named_values(module):
+    for name, value in named_values(module):
         local_part(value).copy_(state.tensors["weights"][name].read(own_box(value)))
     state.set_random_states()
 
 
-def _named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_values(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, tied ones once, and persistent buffers, by name."""
     left_out = {id(parameter) for parameter in unsaved(module)}
     yield from ((name, value) for name, value in module.named_parameters() if id(value) not in left_out)
@@ -178,13 +205,15 @@ def unsaved(module: nn.Module) -> list[nn.Parameter]:
     return [value for name, value in frozen if adapters and name not in adapters]
 
 
-def _split_optimizer(name: str, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _split_optimizer(
+    name: str, optimizer: StatefulOptimizer, tensors: dict[str, Tensor | TensorPart]
+) -> dict[str, Any]:
     """Return the plain values of an optimizer; its tensors go into ``tensors`` as "<optimizer>/<parameter>/<key>"."""
     state = optimizer.state_dict()
     plain: dict[str, dict[str, Any]] = {}
     for index, values in state["state"].items():
         for key, value in values.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | TensorPart):
                 tensors[f"{name}/{index}/{key}"] = value
             else:
                 plain.setdefault(str(index), {})[key] = value
@@ -199,8 +228,12 @@ def _join_optimizer(name: str, optimizer: Optimizer, checked: TrainState) -> dic
         owner, index, key = path.split("/")
         if owner == name:
             state.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], tensor)
-    groups = [{key: _tupled(key, value) for key, value in group.items()} for group in saved.groups]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": hyper_parameters(saved)}
+
+
+def hyper_parameters(saved: OptimizerState) -> list[dict[str, Any]]:
+    """Return the groups of a saved optimizer, with the numbers of their parameters."""
+    return [{key: _tupled(key, value) for key, value in group.items()} for group in saved.groups]
 
 
 def _laid_out_as(parameter: Tensor, saved: SavedTensor) -> Tensor:

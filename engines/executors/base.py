@@ -174,6 +174,15 @@ class TrainExecutor(_SyncEndpoint):
     runs_user_code: ClassVar[bool] = True
     module: TrainModule
 
+    @classmethod
+    def check_packages(cls) -> None:
+        """Raise unless the packages of this executor are there; called in the user's process before a worker starts.
+
+        Raises:
+            MissingDependencyError: names the command that installs what is missing.
+            UnsupportedError: a package is too old.
+        """
+
     @abstractmethod
     def build(self, module: TrainModule, seed: int, /, **options: object) -> bool:
         """Shard and materialize the module, and fill ``offload_groups`` and ``sync_ends``. Called once, first.

@@ -14,25 +14,26 @@ from torch import Tensor, nn
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
 from rlcore.engines.checkpoints.export import export
-from rlcore.engines.checkpoints.loading import agreed
+from rlcore.engines.checkpoints.loading import agreed, half_loaded
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
+from rlcore.engines.executors.state import check_state
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.materialize import materialize, read_again
 from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
 from rlcore.engines.fsdp2.sharding import Sharding, reshard, shard
 from rlcore.engines.fsdp2.step import evaluate, score, train_step
+from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.rank_batch import RankBatch
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.errors import CheckpointError, InvalidInputError, UnsupportedError
+from rlcore.errors import UnsupportedError
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.adapters import adapted_layers
-from rlcore.weights.names import mismatch
 from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, whole
 
@@ -64,6 +65,7 @@ class Fsdp2Executor(TrainExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
         self.module = module
+        self._strategy = Fsdp2Strategy(module, self.device, reduce_each=sharding.reduce_each_micro_batch)
         self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self.sync_ends = [self._sender]
         self.offload_groups = self._make_offload_groups()
@@ -108,14 +110,13 @@ class Fsdp2Executor(TrainExecutor):
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
-        reduce_each = self._sharding.reduce_each_micro_batch
-        return train_step(self.module, self.device, batch, loss_fn, options=options, reduce_each=reduce_each)
+        return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self._strategy)
 
     def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
-        return evaluate(self.module, self.device, batch, loss_fn, options)
+        return evaluate(self.module, self.device, batch, loss_fn, options, strategy=self._strategy)
 
     def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
-        return score(self.module, self.device, batch, options)
+        return score(self.module, self.device, batch, options, strategy=self._strategy)
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -139,23 +140,7 @@ class Fsdp2Executor(TrainExecutor):
         reshard(self.module)
         has_adapters = bool(adapted_layers(self.module))
         own = {weight.name: weight for weight in self.module.weight_views("only" if has_adapters else "base")}
-        if found := mismatch({name: weight.view for name, weight in own.items()}, state):
-            call = "state_dict(adapters='only')" if has_adapters else "state_dict()"
-            raise InvalidInputError(f"load_state_dict() needs exactly what {call} gives: {found}")
-        for name, weight in own.items():
-            if state[name].is_floating_point() != weight.view.is_floating_point():
-                raise InvalidInputError(
-                    f"load_state_dict() does not round {name} from {state[name].dtype} to {weight.view.dtype}; "
-                    "convert it first"
-                )
-            if _has_nan(state[name]):
-                raise InvalidInputError(
-                    f"load_state_dict() got NaN in {name}; give weights that are numbers, and nothing is changed"
-                )
-        if computed := [name for name, weight in own.items() if not weight.parts]:
-            raise UnsupportedError(
-                f"load_state_dict() of {self._class_name}", f"{computed[0]} is no view of a parameter"
-            )
+        check_state(self._class_name, own, state, is_adapters=has_adapters)
         for name, weight in own.items():
             for part in weight.parts:
                 for box, tensor in own_pieces(part.view, part.parameter):
@@ -166,7 +151,7 @@ class Fsdp2Executor(TrainExecutor):
     def save(self, folder: Path, extra: dict[str, Any], blocking: bool, algorithm: str) -> tuple[str, float]:
         """See ``Saver.save``."""
         reshard(self.module)
-        captured = train_state.capture(self.module, self.device)
+        captured = train_state.capture(train_state.trained(self.module), self.device)
         captured = replace(captured, state=captured.state | {"extra": extra})
         return self._saver.save(folder, captured, blocking=blocking, algorithm=algorithm)
 
@@ -181,7 +166,7 @@ class Fsdp2Executor(TrainExecutor):
         frozen = train_state.unsaved(self.module)
 
         def look(saved: Checkpoint) -> tuple[train_state.TrainState, WeightSource | None]:
-            state = train_state.check(saved, self.module, self.device)
+            state = train_state.check(saved, train_state.trained(self.module), self.device)
             return state, open_weights(self.module, self._sharding.torch_dtype) if frozen else None
 
         state, base = agreed(folder, self.device, look)
@@ -193,11 +178,7 @@ class Fsdp2Executor(TrainExecutor):
                 read_again(self.module, base, frozen)
             train_state.restore(state, self.module)
         except Exception as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} is right, and yet this worker could not take all of it: "
-                f"{type(error).__name__}: {error}; call load() again, or restart(): until then some of its weights and "
-                "optimizer states are the checkpoint's and some are not"
-            ) from error
+            raise half_loaded(folder, error) from error
         return state.plain.extra
 
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:
@@ -218,8 +199,3 @@ def _check_optimizers(module: TrainModule) -> None:
                 f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",
                 "torch has no such kernel for sharded parameters; leave fused out",
             )
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isnan for some float8
-    return bool(numbers.isnan().any())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,16 +21,24 @@ from rlcore.weights.source import WeightSource
 from rlcore.weights.view import WeightPart
 
 
-def materialize(module: TrainModule, source: WeightSource, device: torch.device, *, seed: int) -> None:
+def materialize(
+    module: TrainModule,
+    source: WeightSource,
+    device: torch.device,
+    *,
+    seed: int,
+    placed: Callable[[nn.Parameter], None] = lambda parameter: None,
+) -> None:
     """Put real parameters in place of the meta ones, with the same sharding; tied parameters stay tied.
 
     Args:
         seed: for the random numbers of fresh parameters: the same on every rank, for any number of ranks.
+        placed: is called with each new parameter, before the next one takes memory.
 
     Raises:
         CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
     """
-    reader = _SourceReader(module, source)
+    reader = SourceReader(module, source)
     reader.check()
     for old, names in names_by_parameter(module).items():
         local = torch.empty([side.stop - side.start for side in own_box(old)], device=device, dtype=old.dtype)
@@ -40,6 +48,7 @@ def materialize(module: TrainModule, source: WeightSource, device: torch.device,
         for name in names:
             owner, leaf = owner_of(module, name)
             own_parameters(owner)[leaf] = new
+        placed(new)
     for name, buffer in module.named_buffers():
         owner, leaf = owner_of(module, name)
         own_buffers(owner)[leaf] = owned(reader.buffer(name, buffer).to(device))
@@ -47,12 +56,12 @@ def materialize(module: TrainModule, source: WeightSource, device: torch.device,
 
 def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
     """Overwrite parameters of a materialized module by the values of its source."""
-    reader = _SourceReader(module, source)
+    reader = SourceReader(module, source)
     for parameter in parameters:
         reader.read(parameter, local_part(parameter.detach()))
 
 
-class _SourceReader:
+class SourceReader:
     """Finds a module's tensors in a source: by the module's names, or as the weights of a checkpoint."""
 
     def __init__(self, module: TrainModule, source: WeightSource) -> None:

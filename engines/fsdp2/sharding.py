@@ -108,7 +108,7 @@ def shard(
     Args:
         join_world: makes the default process group; called if there are several ranks.
     """
-    _retype(module, options)
+    retype(module, options.torch_dtype, options.torch_compute_dtype)
     blocks = _blocks(module)
     is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
     compiler = BlockCompiler()
@@ -160,13 +160,13 @@ def _compute_alone(module: TrainModule, options: Sharding) -> None:
         replace_method(module, name, computing)
 
 
-def _retype(module: nn.Module, options: Sharding) -> None:
+def retype(module: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None:
     """Give meta parameters their dtypes; tied ones stay tied."""
     converted: dict[nn.Parameter, nn.Parameter] = {}
     for submodule in module.modules():
         for name, old in own_parameters(submodule).items():
             if old is not None:
-                dtype = options.torch_dtype if old.requires_grad else options.torch_compute_dtype
+                dtype = trained if old.requires_grad else frozen
                 converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
                 own_parameters(submodule)[name] = converted[old]
 

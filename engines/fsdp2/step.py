@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from rlcore.device import Device
-from rlcore.engines._torch_private import divide_all, reads_found_inf
+from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
-from rlcore.engines.fsdp2.sharding import (
-    gradient_divisor,
-    resharding_afterwards,
-    sequence_group,
-    set_gradient_sync,
-    total_norm,
-)
+from rlcore.engines.fsdp2.sharding import sequence_group
 from rlcore.engines.fsdp2.shared_sequences import loss_of_shared_sequences
+from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.evaluation_mode import evaluation_mode
@@ -34,10 +29,7 @@ from rlcore.kernels.losses.interface import LossOutput, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
-from rlcore.weights.shards import local_part
 
-_NORM_EPS = 1e-6
-"""The same as in ``torch.nn.utils.clip_grads_with_norm_``."""
 _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
 
@@ -49,7 +41,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     *,
     options: StepOptions,
-    reduce_each: bool = False,
+    strategy: ShardingStrategy | None = None,
 ) -> dict[str, float]:
     """Compute gradients of the whole batch, clip them, step every optimizer and scheduler, then zero gradients.
 
@@ -57,7 +49,7 @@ def train_step(
 
     Args:
         device: the rlcore device; its profiler names the phases.
-        reduce_each: exchange gradients after each micro-batch; else after the last one.
+        strategy: how the module lies over the ranks; None is ``Fsdp2Strategy``, which suits any module on one device.
 
     Returns:
         ``loss``, ``grad_norm``, ``lr/<optimizer>`` and the statistics of the loss, the same on all ranks.
@@ -72,23 +64,20 @@ def train_step(
             f"train_batch needs an optimizer, and {type(module).__name__} has none; "
             "set one as an attribute in on_weights_materialized(), such as self.optimizer = torch.optim.AdamW(...)"
         )
-    phase = device.profiler.range
+    strategy = strategy or Fsdp2Strategy(module, device)
+    reading: list[Callable[[], dict[str, float]]] = []
     try:
-        with resharding_afterwards(module):
-            metrics = _accumulate(module, device, batch, loss_fn, options, reduce_each=reduce_each)
-        with phase("train_batch: clip"):
-            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-            norm = total_norm(gradients)
-        with phase("train_batch: metrics"):
-            read = _begin_reading(metrics.joined() | {"grad_norm": norm}, device)
-        with phase("train_batch: optimizer"):
-            _clip_and_step(optimizers.values(), gradients, norm, options.max_grad_norm)
+        with strategy.computing():
+            metrics = _accumulate(module, device, batch, loss_fn, options, strategy=strategy)
+
+        def seen(norm: Tensor) -> None:
+            reading.append(_begin_reading(metrics.joined() | {"grad_norm": norm}, device))
+
+        strategy.step(options.max_grad_norm, seen)
     finally:
-        module.zero_grad()  # also of parameters that no optimizer has, which would count in the next norm
-        for optimizer in optimizers.values():
-            optimizer.zero_grad()
+        strategy.zero()
     rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
-    found = read() | rates
+    found = reading[0]() | rates
     if not math.isfinite(found["grad_norm"]):
         raise RlcoreError(
             f"the gradient norm of this batch is {found['grad_norm']}: no step was taken and the gradients were "
@@ -115,41 +104,6 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
     return read
 
 
-def _clip_and_step(
-    optimizers: Collection[Optimizer], gradients: Sequence[Tensor], norm: Tensor, max_norm: float | None
-) -> None:
-    """Clip gradients and step, unless the norm is not finite.
-
-    Fused optimizers scale gradients as they read them, and read on the device if they are to step, as under torch's
-    GradScaler. Others take one more pass over the gradients, and the host waits for the norm.
-    """
-    is_finite = torch.isfinite(norm)
-    divisor = None if max_norm is None else ((norm + _NORM_EPS) / max_norm).clamp(min=1.0).float()
-    if not all(map(_decides_on_device, optimizers)):
-        if not is_finite:
-            return
-        if divisor is not None:
-            divide_all([local_part(gradient) for gradient in gradients], divisor)
-        for optimizer in optimizers:
-            optimizer.step()
-        return
-    for optimizer in optimizers:
-        asking: Any = optimizer
-        asking.grad_scale, asking.found_inf = divisor, (~is_finite).float()
-        try:
-            optimizer.step()
-        finally:
-            del asking.grad_scale, asking.found_inf
-
-
-def _decides_on_device(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer can skip a step by a flag on the device.
-
-    SGD is left out: a skipped first step would leave its momentum as uninitialized memory.
-    """
-    return reads_found_inf(optimizer) and not isinstance(optimizer, torch.optim.SGD)
-
-
 def _accumulate(
     module: TrainModule,
     device: Device,
@@ -157,18 +111,25 @@ def _accumulate(
     loss_fn: Callable[..., Any],
     options: StepOptions,
     *,
-    reduce_each: bool,
+    strategy: ShardingStrategy,
 ) -> _Metrics:
     metrics, phase = _Metrics(), device.profiler.range
     parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
     for number, micro_batch in enumerate(parts, start=1):
-        set_gradient_sync(module, reduce_each or number == batch.num_micro_batches)
         with phase("train_batch: forward and loss"):
-            output, weight = _loss(module, micro_batch, loss_fn, options)
+            loss, (stats, weight) = strategy.forward(partial(_scored_loss, module, micro_batch, loss_fn, options))
         with phase("train_batch: backward"):
-            (output.loss * gradient_divisor(module)).backward()  # type: ignore[no-untyped-call]
-        metrics.add(output.loss.detach(), output.stats, weight)
+            strategy.backward(loss, is_last=number == batch.num_micro_batches)
+        metrics.add(loss.detach(), stats, weight)
     return metrics
+
+
+def _scored_loss(
+    module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
+) -> tuple[Tensor, tuple[Mapping[str, Tensor], Tensor]]:
+    """Return what ``ShardingStrategy.forward`` takes: the loss of ``_loss``, its statistics, and its weight."""
+    output, weight = _loss(module, micro_batch, loss_fn, options)
+    return output.loss, (output.stats, weight)
 
 
 def _loss(
@@ -212,23 +173,29 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    module: TrainModule, device: Device, batch: RankBatch, loss_fn: Callable[..., Any], options: LossOptions
+    module: TrainModule,
+    device: Device,
+    batch: RankBatch,
+    loss_fn: Callable[..., Any],
+    options: LossOptions,
+    *,
+    strategy: ShardingStrategy | None = None,
 ) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    metrics = _Metrics()
+    metrics, strategy = _Metrics(), strategy or Fsdp2Strategy(module, device)
     parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
-    with _evaluating(module):
+    with _evaluating(module, strategy):
         for micro_batch in parts:
             with device.profiler.range("eval_batch: forward and loss"):
-                output, weight = _loss(module, micro_batch, loss_fn, options)
-            metrics.add(output.loss, output.stats, weight)
+                loss, (stats, weight) = strategy.forward(partial(_scored_loss, module, micro_batch, loss_fn, options))
+            metrics.add(loss, stats, weight)
     return _begin_reading(metrics.joined(), device)()
 
 
 @contextmanager
-def _evaluating(module: TrainModule) -> Iterator[None]:
+def _evaluating(module: TrainModule, strategy: ShardingStrategy) -> Iterator[None]:
     """Inside, the module is in evaluation mode; afterwards each submodule is as it was, and nothing is gathered."""
-    with evaluation_mode(module), resharding_afterwards(module):
+    with evaluation_mode(module), strategy.computing():
         yield
 
 
@@ -265,25 +232,33 @@ def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(module: TrainModule, device: Device, batch: RankBatch, options: ScoreOptions) -> Tensor:
+def score(
+    module: TrainModule,
+    device: Device,
+    batch: RankBatch,
+    options: ScoreOptions,
+    *,
+    strategy: ShardingStrategy | None = None,
+) -> Tensor:
     """Return the log-probability [T] float32, on the host, of every scored token of the whole batch; 0 elsewhere."""
-    target = device.torch_device
+    target, strategy = device.torch_device, strategy or Fsdp2Strategy(module, device)
     logprob_T = torch.zeros(batch.num_tokens, device=target)
-    with _evaluating(module):
+    with _evaluating(module, strategy):
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, target):
             with device.profiler.range("forward_logprobs: forward"):
                 (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], target)
-                logprob_T[position_S] = _logprobs(module, micro_batch, options).float()
+                logprob_S, _ = strategy.forward(partial(_logprobs, module, micro_batch, options))
+                logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
     return logprob_T.cpu()
 
 
-def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOptions) -> Tensor:
+def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOptions) -> tuple[Tensor, None]:
     hidden_SH = _scoring(module, micro_batch)
     head = module.output_head()
     if options.top_p == 1 and options.top_k <= 0:
-        return linear_logprob(
+        scores = linear_logprob(
             hidden_SH,
             head.weight,
             micro_batch.targets_S,
@@ -291,8 +266,10 @@ def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOption
             temperature=options.temperature,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
-        ).logprob
-    return torch.cat([*_restricted(hidden_SH, micro_batch.targets_S, head, options), hidden_SH.new_zeros(0)])
+        )
+        return scores.logprob, None
+    restricted = _restricted(hidden_SH, micro_batch.targets_S, head, options)
+    return torch.cat([*restricted, hidden_SH.new_zeros(0)]), None
 
 
 def _restricted(hidden_SH: Tensor, targets_S: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:

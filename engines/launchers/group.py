@@ -63,7 +63,7 @@ class WorkerGroup:
     def call(
         self,
         method: str,
-        calls: Sequence[tuple[Sequence[Any], dict[str, Any]]],
+        calls: Sequence[tuple[Sequence[object], dict[str, Any]]],
         on_event: Callable[[Any], None] | None = None,
         timeout_s: float | None = None,
         *,
@@ -86,7 +86,7 @@ class WorkerGroup:
         inbox: _Inbox = queue.SimpleQueue()
         caller = threading.get_ident()
 
-        def take(event: Any) -> None:
+        def take(event: object) -> None:
             assert on_event is not None
             if threading.get_ident() == caller:  # the worker runs in this very thread
                 on_event(event)

@@ -35,7 +35,7 @@ class Guard:
             self._handles += [_Replaced(part, name, message) for name in _REPLACED]
         parameters = frozenset(module.parameters())
 
-        def refuse_theirs(optimizer: Optimizer, *_: Any) -> None:
+        def refuse_theirs(optimizer: Optimizer, *_: object) -> None:
             if any(not parameters.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 raise StateError(message)
 
@@ -58,6 +58,10 @@ class Guard:
         """Refuse ``zero_grad``, which would not find the gradients that come back later."""
         self._handles += [_Replaced(owner, "zero_grad", message) for owner in owners]
 
+    def guard_method(self, owner: object, name: str, message: str) -> None:
+        """Refuse one method of an object."""
+        self._handles.append(_Replaced(owner, name, message))
+
     def lift(self) -> None:
         _lift(self._handles)
 
@@ -65,18 +69,18 @@ class Guard:
 class _Refuser:
     """Stands for a method of one object as long as there are messages: several guards may refuse the same method."""
 
-    def __init__(self, before: Any) -> None:
+    def __init__(self, before: object) -> None:
         self.before = before
         self.messages: list[str] = []
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         raise StateError(self.messages[-1])
 
 
 class _Replaced:
     """Refuses a method of one object, for which torch has no hook. Guards may be lifted in any order."""
 
-    def __init__(self, owner: Any, name: str, message: str) -> None:
+    def __init__(self, owner: object, name: str, message: str) -> None:
         self._own = vars(owner)
         self._name, self._message = name, message
         before = self._own.get(name)
@@ -101,7 +105,7 @@ def _lift(handles: list[RemovableHandle | _Replaced]) -> None:
 
 
 def _refusal(message: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise StateError(message)
 
     return refuse

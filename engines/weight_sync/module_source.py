@@ -1,8 +1,8 @@
-"""The tensors of a train worker's module, as its sender asks for them."""
+"""The weights of a module, as a sender asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_
 
 import torch
@@ -13,6 +13,7 @@ from rlcore._torch_private import number_of_writes, own_modules, own_parameters
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
+from rlcore.weights.catalog import model_weights
 from rlcore.weights.view import WeightView, whole
 
 
@@ -20,11 +21,26 @@ class ModuleSourceTensors:
     """The ``SourceTensors`` of one rank of a module that is sharded over ``num_ranks``.
 
     The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
+
+    Args:
+        views: gives the weights with the parameters as they are sharded; None is ``weight_views()`` of a
+            ``TrainModule``, and ``model_weights()`` of another module.
+        release: frees what is gathered; None does so for FSDP.
     """
 
-    def __init__(self, module: TrainModule, num_ranks: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_ranks: int,
+        *,
+        views: Callable[[], Iterable[WeightView]] | None = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self._module = module
         self._num_ranks = num_ranks
+        own_views = module.weight_views if isinstance(module, TrainModule) else model_weights(module)
+        self._weight_views: Callable[[], Iterable[WeightView]] = views or own_views
+        self._release = release or (lambda: _reshard(module))
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
@@ -33,6 +49,13 @@ class ModuleSourceTensors:
     @property
     def manifest(self) -> WeightManifest:
         return self._described.manifest
+
+    def refresh(self) -> None:
+        """Do nothing: ``parts()`` looks at the module."""
+
+    def forget(self) -> None:
+        """Hold no tensor until the next ``parts()``."""
+        self._known, self._views, self._parameters, self._parts = [], [], None, []
 
     def parts(self) -> list[Tensor]:
         source = self._refresh()
@@ -60,22 +83,25 @@ class ModuleSourceTensors:
 
     def _refresh(self) -> RankParameters:
         """Return the description of the module, a new one when the module has other parameters."""
-        present = _resharded(self._module)
+        self._release()
+        present = _parameters(self._module)
         if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
-            self._views = list(self._module.weight_views())
+            self._views = list(self._weight_views())
             self._parameters = describe(self._views, self._num_ranks)
             self._known, self._parts = present, []
         return self._parameters
 
 
-def _resharded(root: nn.Module) -> list[nn.Parameter]:
-    """Return all parameters, after freeing what FSDP keeps gathered after a forward without a backward."""
+def _reshard(root: nn.Module) -> None:
+    """Free what FSDP keeps gathered after a forward without a backward."""
     stop_computing(root)
-    modules = list(_modules(root))
-    for module in modules:
+    for module in _modules(root):
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [found for module in modules for found in own_parameters(module).values() if found is not None]
+
+
+def _parameters(root: nn.Module) -> list[nn.Parameter]:
+    return [found for module in _modules(root) for found in own_parameters(module).values() if found is not None]
 
 
 def _modules(root: nn.Module) -> Iterator[nn.Module]:
@@ -95,7 +121,7 @@ def _computed(found: WeightView) -> Tensor:
     if found.compute is not None:
         return found.compute().contiguous()
     assert found.parameter is not None
-    gathered = whole(found.parameter.detach()).contiguous()
+    gathered = whole(found.parameter).contiguous()
     view = found.view
     offset = gathered.storage_offset() + int(view.storage_offset())
     return gathered.as_strided(view.shape, view.stride(), offset).contiguous()

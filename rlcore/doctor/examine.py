@@ -62,6 +62,7 @@ def _checks_here() -> Iterator[CheckResult]:
     yield run_check("CANN", ascend.cann, versions)
     yield run_check("NPU driver", ascend.driver, versions)
     yield run_check("triton", packages.triton, versions)
+    yield run_check("deepspeed", packages.deepspeed, versions)
     yield run_check("vllm", packages.vllm, versions)
     yield run_check("vllm-ascend", packages.vllm_ascend, versions)
     yield run_check("driver", nvidia.driver, build)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.doctor.check import CheckVerdict, fail, ok, warn
+from rlcore.engines.deepspeed.library import INSTALL, LEAST_VERSION, is_new_enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,14 @@ def triton(versions: Mapping[str, str]) -> CheckVerdict:
             "which triton-ascend has wheels",
         )
     return warn(f"{found} builds nothing for this torch", f"pip uninstall -y {other}, then pip install {wanted}")
+
+
+def deepspeed(versions: Mapping[str, str]) -> CheckVerdict:
+    version = versions.get("deepspeed")
+    if version is None or is_new_enough(version):
+        return ok(version or "not installed")
+    least = ".".join(map(str, LEAST_VERSION))
+    return warn(f"{version}; the train executor needs at least {least}", f"{INSTALL} 'deepspeed>={least}'")
 
 
 def vllm(versions: Mapping[str, str]) -> CheckVerdict:

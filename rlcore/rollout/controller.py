@@ -49,6 +49,7 @@ _LOOK_S = 0.5
 """How often somebody who waits looks for what nobody tells."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
+Accept = Callable[[list[Trajectory]], bool]
 _WORKFLOW = Kind("a Workflow, with `async def run_episode(client, data)`", lambda one: hasattr(one, "run_episode"))
 _SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
 
@@ -110,7 +111,7 @@ class RolloutController:
         batch_size: int,
         max_staleness: int = 1,
         max_concurrent: int | None = None,
-        accept: Callable[[list[Trajectory]], bool] | None = None,
+        accept: Accept | None = None,
         sampling_params: ParamsLike = None,
         tokenizer: Any = None,
         chat_template: str | None = None,
@@ -143,7 +144,6 @@ class RolloutController:
         self._source = ItemSource()
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
-        self._begin_s = time.monotonic()
         self._fleet = Fleet(engines, self.timeline, unhealthy_after_s=unhealthy_after_s, on_change=self._wake)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
@@ -179,6 +179,7 @@ class RolloutController:
         self.timeline.begin(TRAINER, "wait")
         try:
             with self._changed:
+                self._refuse_other_version("wait()")
                 while not (chosen := self._bound.choose(wanted)):
                     self._check_progress(wanted, has_deadline=deadline is not None)
                     left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -206,12 +207,16 @@ class RolloutController:
         Returns:
             See ``collate_trajectories``.
         """
+        return collate_trajectories([one.trajectories for one in self.prepare_episodes(dataloader, timeout_s)])
+
+    def prepare_episodes(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> list[Episode]:
+        """Return the episodes that ``prepare_batch`` makes a batch of."""
         self._source.use(dataloader)
         with self._changed:
             self._check_open("prepare_batch()")
             self._fill()
         self._start_due()
-        return collate_trajectories([one.trajectories for one in self.wait(timeout_s=timeout_s)])
+        return self.wait(timeout_s=timeout_s)
 
     # -------------------------------------------------------------------------------------- synchronous
 
@@ -225,14 +230,18 @@ class RolloutController:
             RolloutTimeoutError: they did not end in time, and are cancelled.
             RolloutError: none of them has ended well, or no engine is left.
         """
+        return collate_trajectories([one.trajectories for one in self.rollout_episodes(items, timeout_s)])
+
+    def rollout_episodes(self, items: Sequence[Any], timeout_s: float | None = None) -> list[Episode]:
+        """Return the episodes that ``rollout_batch`` makes a batch of."""
         self.timeline.begin(TRAINER, "wait")
         try:
-            episodes = self._run_now(items, timeout_s)
+            episodes = self._run_now(items, timeout_s, self._workflow, self._accept)
         finally:
             self.timeline.begin(TRAINER, "train")
         with self._changed:
             self._note_given(episodes)
-        return collate_trajectories([one.trajectories for one in episodes])
+        return episodes
 
     @takes("evaluate()", items=LIST, workflow=optional(_WORKFLOW), timeout_s=optional(AT_LEAST_0))
     def evaluate(
@@ -240,10 +249,12 @@ class RolloutController:
     ) -> list[Episode]:
         """Run an episode for each item now, on which nothing is trained; return those that ended well, in order.
 
+        ``accept`` is not asked.
+
         Args:
             workflow: None takes the controller's.
         """
-        return self._run_now(items, timeout_s, workflow)
+        return self._run_now(items, timeout_s, workflow or self._workflow, None)
 
     # --------------------------------------------------------------------------------- pause and weights
 
@@ -335,7 +346,6 @@ class RolloutController:
                 self.timeline,
                 lanes=[self._fleet.lane(index) for index in range(len(self._fleet.engines))],
                 trainer=TRAINER,
-                total_s=time.monotonic() - self._begin_s,
                 engine_failures=self._fleet.num_failures,
                 requests_moved=self._fleet.num_moved,
             )
@@ -469,7 +479,7 @@ class RolloutController:
                 self._staleness[self.version - oldest] += 1
 
     def _run_now(
-        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow | None = None
+        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
     ) -> list[Episode]:
         with self._changed:
             self._check_open("rollout_batch()")
@@ -482,7 +492,7 @@ class RolloutController:
             futures: list[Future[Episode | None]] = [Future() for _ in items]
             self._direct |= zip(numbers, futures, strict=True)
         for number, data in zip(numbers, items, strict=True):
-            self._loop.call_soon_threadsafe(self._start, number, data, workflow or self._workflow)
+            self._loop.call_soon_threadsafe(self._start, number, data, workflow, accept)
         try:
             self._await_all(futures, timeout_s)
         except BaseException:  # Ctrl-C too
@@ -569,15 +579,15 @@ class RolloutController:
                 number, data = self._queue.popleft()
                 self._bound.begin(number)
                 self._data[number] = data
-                self._start(number, data, self._workflow)
+                self._start(number, data, self._workflow, self._accept)
 
     def _served_version(self) -> int:
         versions = [engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)]
         return min(versions, default=self._bound.version)
 
-    def _start(self, number: int, data: Any, workflow: Workflow) -> None:
+    def _start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         self._counts["begun"] += 1
-        self._tasks[number] = task = self._loop.create_task(self._run_episode(number, data, workflow))
+        self._tasks[number] = task = self._loop.create_task(self._run_episode(number, data, workflow, accept))
         task.add_done_callback(lambda _: self._tasks.pop(number, None) if self._tasks.get(number) is task else None)
 
     def _cancel(self, numbers: Iterable[int]) -> None:
@@ -591,7 +601,7 @@ class RolloutController:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_episode(self, number: int, data: Any, workflow: Workflow) -> None:
+    async def _run_episode(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         client = RolloutClient(self._ask, reader=self._reader, defaults=self._defaults)
         trajectories: list[Trajectory] = []
         outcome = "rejected"
@@ -599,7 +609,7 @@ class RolloutController:
         try:
             async with asyncio.timeout(self._episode_timeout_s):
                 trajectories = as_trajectories(await workflow.run_episode(client, data))
-            if trajectories and (self._accept is None or self._accept(trajectories)):
+            if trajectories and (accept is None or accept(trajectories)):
                 outcome = "ended"
         except asyncio.CancelledError:
             self._counts["tokens_sampled"] += client.num_sampled
@@ -632,7 +642,9 @@ class RolloutController:
                     self._queue.appendleft((number, episode.data))
                 else:
                     self._bound.drop(number)
-            if not is_good or (number not in self._ready and number not in self._direct):
+            if outcome == "rejected":
+                self._counts["tokens_rejected"] += num_sampled
+            elif not is_good or (number not in self._ready and number not in self._direct):
                 self._counts["tokens_discarded"] += num_sampled
             self._changed.notify_all()
         self._start_queued()
@@ -658,7 +670,7 @@ class RolloutController:
     def _reader(self) -> ConversationReader:
         tokenizer, template, options = self._chat
         if tokenizer is None:
-            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))  # type: ignore[attr-defined]
+            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))
             self._chat = tokenizer, template, options
         return ConversationReader(tokenizer, chat_template=template, options=options)
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlcore.engines.sampling.completion import RequestOutput
@@ -28,6 +29,9 @@ _MANY = 1 << 30
 
 class SamplingEngine(Protocol):
     """The part of an ``InferenceEngine`` that a driver calls."""
+
+    @property
+    def path(self) -> Path: ...
 
     @property
     def version(self) -> int: ...

@@ -58,6 +58,19 @@ class Timeline:
             self._spans.append(span)
             self._seconds[lane, what] += span.end_s - span.begin_s
 
+    def clear(self) -> None:
+        """Forget all spans and sums so far, such as those of an evaluation; what is under way begins now."""
+        with self._lock:
+            self._origin = time.monotonic()
+            self._open = {lane: (what, 0.0) for lane, (what, _) in self._open.items()}
+            self._spans.clear()
+            self._seconds.clear()
+
+    @property
+    def total_s(self) -> float:
+        """The time since the timeline began."""
+        return time.monotonic() - self._origin
+
     @property
     def spans(self) -> list[Span]:
         """The spans that have ended, the latest ``max_spans``."""

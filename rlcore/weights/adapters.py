@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import UnsupportedError
-from rlcore.weights.view import whole
+from rlcore.weights.view import GATHER, whole
 
 _INITIAL = (True, False, "gaussian")
 """Values of ``init_lora_weights`` that need no base weights: those are on meta when peft initializes adapters."""
@@ -131,8 +131,9 @@ def _merged(layer: Any) -> dict[str, Tensor]:
 
 
 def _whole_copy(parameter: Tensor) -> nn.Parameter:
-    value = whole(parameter.detach())
-    return nn.Parameter(value if isinstance(parameter, DTensor) else value.clone(), requires_grad=False)
+    value = whole(parameter)
+    is_gathered = isinstance(parameter, DTensor) or hasattr(parameter, GATHER)
+    return nn.Parameter(value if is_gathered else value.clone(), requires_grad=False)
 
 
 def fresh_adapter(module: nn.Module, name: str) -> Tensor:

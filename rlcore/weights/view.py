@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +15,9 @@ Adapters = Literal["merged", "base", "only"]
 
 Box = tuple[slice, ...]
 """A slice for each dimension."""
+
+GATHER = "_rlcore_gather"
+"""The attribute of a parameter whose elements another library holds: a function that returns the whole parameter."""
 
 
 class WeightPart(NamedTuple):
@@ -74,10 +78,33 @@ def whole_box(tensor: Tensor) -> Box:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; a sharded one is gathered by all ranks together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return the whole tensor, without gradient; a sharded one is gathered by all ranks together."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            return tensor.full_tensor()
+    gather: Callable[[], Tensor] | None = getattr(tensor, GATHER, None)
+    return tensor.detach() if gather is None else gather()
 
 
 def seen_in(whole: Tensor, view: Tensor) -> Tensor:
     """Return the view of the contiguous tensor ``whole`` that ``view`` describes."""
     return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
+
+
+def named_tensors(views: Iterable[WeightView]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of views by name: parameters, DTensors where they are sharded, and views.
+
+    A view of a sharded parameter is a view of the gathered parameter, so all ranks iterate together to the end.
+    """
+    last: Tensor | None = None
+    for name, parameter, view, compute, *_ in views:
+        if compute is not None:
+            yield name, compute()
+            continue
+        assert parameter is not None
+        if view.shape == parameter.shape and view.is_contiguous():
+            yield name, parameter.detach()
+            continue
+        if parameter is not last:  # views of one parameter follow each other
+            last, gathered = parameter, whole(parameter)
+        yield name, seen_in(gathered, view)

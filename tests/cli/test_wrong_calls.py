@@ -219,7 +219,7 @@ CALLS = [
     ("train.sync_weights(infer, timeout_s=0)", "timeout_s must be a positive number of seconds, got 0"),
     ("swap(out=[3], in_=[])", "swap() takes pairs of an engine and its tags, such as (train, 'weights') or (train, ()"),
     ("offloaded(3).__enter__()", "offloaded() takes torch.nn.Module and torch.optim.Optimizer, got int"),
-    ("WeightSender(None, None)", "WeightSender takes names and tensors, in a mapping or as pairs, or a function that"),
+    ("WeightSender(None, None)", "WeightSender takes a torch.nn.Module, names and tensors in a mapping or as pairs"),
     ("WeightSender(state, None)", "WeightSender takes a channel with send() and recv(), or a WeightReceiver of this"),
     ("WeightReceiver(None, None)", "WeightReceiver takes a torch.nn.Module, a mapping of names to tensors, or a"),
     ("collate('x')", "collate() takes a list or tuple as outputs, got 'x'"),

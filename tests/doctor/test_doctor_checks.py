@@ -290,6 +290,13 @@ def test_only_one_triton(versions: dict[str, str], status: str, fix: str, monkey
     assert (verdict.status, verdict.fix) == (status, fix)
 
 
+@pytest.mark.parametrize(("version", "status"), [(None, "OK"), ("0.19.7", "WARN"), ("0.19.8", "OK"), ("1.0", "OK")])
+def test_deepspeed_floor(version: str | None, status: str) -> None:
+    verdict = packages.deepspeed({"deepspeed": version} if version else {})
+    assert verdict.status == status
+    assert status == "OK" or verdict.fix.endswith("pip install --no-build-isolation 'deepspeed>=0.19.8'")
+
+
 @pytest.mark.parametrize(
     ("version", "status"),
     [(None, "OK"), ("0.25.1", "WARN"), ("0.26.0", "OK"), ("0.33.0", "OK"), ("0.34.0rc1", "WARN"), ("1.0", "WARN")],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.engines.fsdp2.step import _clip_and_step
+from rlcore.engines.fsdp2.strategy import clip_and_step
 from tests.accuracy import assert_same_bits, assert_within_rounding
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -24,7 +24,7 @@ def stepped(make: Callable[..., Any], max_norm: float | None) -> tuple[Tensor, T
     parameter = torch.nn.Parameter(torch.zeros(64))
     gradient = torch.randn(64, generator=torch.Generator().manual_seed(0))
     parameter.grad = gradient.clone()
-    _clip_and_step([make([parameter])], [parameter.grad], parameter.grad.norm(), max_norm)
+    clip_and_step([make([parameter])], [parameter.grad], parameter.grad.norm(), max_norm)
     return parameter.detach(), gradient
 
 

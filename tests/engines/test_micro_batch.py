@@ -21,6 +21,7 @@ from rlcore.engines.fsdp2 import step as train_step
 from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
 from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.fsdp2.step import _accumulate
+from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
@@ -132,7 +133,8 @@ def test_no_micro_batch_waits_for_the_device(policy: Any, qwen2_folder: Path) ->
         for mode in ("default", "error"):  # what is compiled and chosen the first time may wait
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                metrics = _accumulate(worker.module, worker.device, own, policy_gradient, options, reduce_each=False)
+                strategy = Fsdp2Strategy(worker.module, worker.device)
+                metrics = _accumulate(worker.module, worker.device, own, policy_gradient, options, strategy=strategy)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     whole = batch()

@@ -21,7 +21,7 @@ from tests.model_rounding import logprob_rounding
 from tests.warm import ENGINES, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
-ELSEWHERE = ("rlite_tutorial.py", "sampler_parity.py")  # docs/vllm.md speaks of them
+ELSEWHERE = ("async_grpo.py", "rlite_tutorial.py", "sampler_parity.py")  # docs/rollout.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]

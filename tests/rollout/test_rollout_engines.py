@@ -52,6 +52,7 @@ def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
     for half in range(2):
         with rlcore.InferenceEngine(model) as infer:
             infer.build(devices="cpu", dtype="float32")
+            assert infer.path == model
             with RolloutController(infer, workflow, batch_size=4, max_staleness=1) as rollout:
                 if half:
                     rollout.load_state_dict(train.load(tmp_path / "saved")["rollout"])

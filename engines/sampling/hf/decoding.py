@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.engines.sampling.completion import VersionSpan
 from rlcore.engines.sampling.hf.sampler import Sampler
 from rlcore.engines.sampling.hf.schedule import SampleRequest
 from rlcore.errors import RlcoreError
@@ -35,6 +36,7 @@ class Decoded:
     logprobs: list[float]
     is_stopped: bool
     """The last token is a stop token."""
+    spans: tuple[VersionSpan, ...]
 
 
 @dataclass(slots=True)
@@ -61,7 +63,10 @@ class _DecodingRows:
 
 
 class BatchDecoder:
-    """Decodes one batch; each batch needs a new one."""
+    """Decodes one batch, a step at a time; each batch needs a new one.
+
+    Between two steps the weights may be replaced: a step makes a token wholly with those that are there.
+    """
 
     def __init__(
         self,
@@ -86,26 +91,62 @@ class BatchDecoder:
         self._length_N = torch.zeros(len(samples), dtype=torch.long, device=self._device)
         self._is_broken = torch.zeros((), dtype=torch.bool, device=self._device)
         self._cache: Any = None
+        self._rows: _DecodingRows
+        self._token_B: Tensor
+        self._version_S: list[int] = []
+        self._num_alive = len(samples)
+        self._unfinished = set(range(len(samples)))
 
-    def run(self, on_finished: Callable[[int], None]) -> list[Decoded]:
+    def run(self, on_finished: Callable[[int], None], version: int) -> list[Decoded]:
         """Decode every sample; ``on_finished`` is called with how many more are done.
 
         Raises:
             RlcoreError: the model gives NaN or infinite logits.
         """
-        num_alive = len(self._samples)
-        logits_BV, rows = self._prefill()
-        for step in range(self._num_steps):
-            token_B = self._sample(logits_BV, rows, step)
-            num_left = self._count_alive(rows)
-            on_finished(num_alive - num_left)
-            num_alive = num_left
-            if num_alive == 0:
-                break
-            if num_alive < _COMPACT_BELOW * len(token_B):
-                token_B = self._compact(rows, token_B)
-            logits_BV = self._advance(token_B, rows, step)
-        return self._collect()
+        while not self.is_done:
+            num_alive = self._num_alive
+            self._decode_token(version)
+            on_finished(num_alive - self._num_alive)
+        return self._collect(range(len(self._samples)))
+
+    def step(self, version: int) -> list[tuple[int, Decoded]]:
+        """Make a token for each sample that is not done; return those that it ended, with their indices.
+
+        Raises:
+            RlcoreError: the model gives NaN or infinite logits.
+        """
+        num_alive = self._num_alive
+        self._decode_token(version)
+        if self._num_alive == num_alive:
+            return []
+        alive = set(self._rows.sample_B[self._rows.is_alive_B].tolist())
+        ended = sorted(self._unfinished - alive)
+        self._unfinished &= alive
+        return list(zip(ended, self._collect(ended), strict=True))
+
+    def drop(self, samples: Sequence[int]) -> None:
+        """Decode these samples no further; a step that comes later does not return them."""
+        if not (dropped := self._unfinished & set(samples)):
+            return
+        self._unfinished -= dropped
+        self._rows.is_alive_B &= ~torch.isin(self._rows.sample_B, self._tensor(sorted(dropped)))
+        self._num_alive = int(self._rows.is_alive_B.sum())
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_alive == 0
+
+    def _decode_token(self, version: int) -> None:
+        step = len(self._version_S)
+        if step == 0:
+            logits_BV, self._rows = self._prefill()
+        else:
+            logits_BV = self._advance(self._token_B, self._rows, step - 1)
+        self._version_S.append(version)
+        self._token_B = self._sample(logits_BV, self._rows, step)
+        self._num_alive = self._count_alive(self._rows)
+        if 0 < self._num_alive < _COMPACT_BELOW * len(self._token_B):
+            self._token_B = self._compact(self._rows, self._token_B)
 
     def _sample(self, logits_BV: Tensor, rows: _DecodingRows, step: int) -> Tensor:
         """Draw and record a token for each row; rows that ended draw too, recorded past their length."""
@@ -205,18 +246,30 @@ class BatchDecoder:
         width = max(1, *map(len, stops)) if stops else 1
         return self._tensor([[*stop, *[_NO_TOKEN] * (width - len(stop))] for stop in stops])
 
-    def _collect(self) -> list[Decoded]:
-        last_N = self._token_SN.gather(0, self._length_N[None] - 1).squeeze(0)
-        is_stopped_N = (last_N[:, None] == self._stop_NE).any(1)
-        num_steps = int(self._length_N.max())
+    def _collect(self, samples: Sequence[int]) -> list[Decoded]:
+        index_N = self._tensor(list(samples))
+        length_N, token_SN = self._length_N[index_N], self._token_SN[:, index_N]
+        last_N = token_SN.gather(0, length_N[None] - 1).squeeze(0)
+        is_stopped_N = (last_N[:, None] == self._stop_NE[index_N]).any(1)
+        num_steps = int(length_N.max())
         columns = zip(
-            self._token_SN[:num_steps].T.tolist(),
-            self._logprob_SN[:num_steps].T.tolist(),
-            self._length_N.tolist(),
+            token_SN[:num_steps].T.tolist(),
+            self._logprob_SN[:num_steps, index_N].T.tolist(),
+            length_N.tolist(),
             is_stopped_N.tolist(),
             strict=True,
         )
-        return [Decoded(tokens[:n], logprobs[:n], stopped) for tokens, logprobs, n, stopped in columns]
+        return [
+            Decoded(tokens[:n], logprobs[:n], stopped, _spans(self._version_S[:n]))
+            for tokens, logprobs, n, stopped in columns
+        ]
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Return the spans of equal versions, of the version of each token."""
+    starts = [at for at, version in enumerate(versions) if at == 0 or version != versions[at - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(VersionSpan(versions[start], start, end) for start, end in zip(starts, ends, strict=True))

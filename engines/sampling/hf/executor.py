@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.offload.storages import owned
-from rlcore.engines.sampling.completion import RequestOutput, VersionSpan
+from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.hf.decoding import BatchDecoder, Decoded
+from rlcore.engines.sampling.hf.decoding_queue import DecodingQueue
 from rlcore.engines.sampling.hf.schedule import SampleRequest, batches, expand
 from rlcore.engines.sampling.model_folder import ModelFolder, check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader, seeds_of_each
+from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.target import ModuleTarget, load_by_name
 from rlcore.errors import (
@@ -67,7 +70,8 @@ class HfOptions:
 class HfExecutor(InferenceExecutor):
     """Generates with a Hugging Face causal language model on one device.
 
-    The engine calls ``generate`` only when the weights are on the device.
+    The engine calls ``generate`` only when the weights are on the device. Submitted requests are decoded while
+    ``collect`` runs, and stay where they are between two calls.
     """
 
     options_class = HfOptions
@@ -102,12 +106,18 @@ class HfExecutor(InferenceExecutor):
         self._reader = PromptReader(folder, self._max_positions)
         self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
         self._cached_token_bytes = self._measure_cached_token()
+        self._queue = DecodingQueue(
+            read=self._reader.read,
+            decoder=partial(self._decoder, self._module),
+            limits=self._batch_limits,
+            completion=self._completion,
+        )
         self._receiver = Receiver(ModuleTarget(self._module, self.device))
         self.sync_ends = [self._receiver]
         self.offload_groups = {
             "weights": OffloadGroup(self.device, self._module.parameters, self._guard_weights),
-            # Each generate() makes its own cache and drops it: between two calls there is none.
-            "kv_cache": OffloadGroup(self.device, tuple),
+            # Caches are made when they are needed. Requests whose cache is dropped begin anew.
+            "kv_cache": OffloadGroup(self.device, tuple, before_leaving=self._queue.drop_caches),
         }
 
     def _guard_weights(self, guard: Guard, state: str) -> None:
@@ -142,30 +152,49 @@ class HfExecutor(InferenceExecutor):
         max_num_seqs, max_num_tokens = self._batch_limits()
         with torch.inference_mode():
             for batch in batches(samples, max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens):
-                decoder = BatchDecoder(
-                    module, batch, eos_token_ids=self._reader.stop_token_ids, max_positions=self._max_positions
-                )
-                done = decoder.run(self.emit)
+                done = self._decoder(module, batch).run(self.emit, version)
                 decoded |= {(s.request, s.index): result for s, result in zip(batch, done, strict=True)}
-        outputs = self._outputs(samples, decoded, version)
+        outputs = self._outputs(samples, decoded)
         return [
             replace(output, prompt=prompt if isinstance(prompt, str) else None)
             for output, prompt in zip(outputs, prompts, strict=True)
         ]
 
-    def _outputs(
-        self, samples: list[SampleRequest], decoded: Mapping[tuple[int, int], Decoded], version: int
-    ) -> list[RequestOutput]:
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
+    ) -> None:
+        self._queue.submit(numbers, prompts, params)
+
+    def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
+        with torch.inference_mode():
+            return self._queue.collect(timeout_s, version)
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        with torch.inference_mode():
+            return self._queue.abort(numbers)
+
+    def pause(self, mode: PauseMode, *, version: int) -> None:
+        with torch.inference_mode():
+            self._queue.pause(mode, version)
+
+    def resume(self) -> None:
+        self._queue.resume()
+
+    def _decoder(self, module: Any, batch: Sequence[SampleRequest]) -> BatchDecoder:
+        return BatchDecoder(module, batch, eos_token_ids=self._reader.stop_token_ids, max_positions=self._max_positions)
+
+    def _outputs(self, samples: list[SampleRequest], decoded: Mapping[tuple[int, int], Decoded]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         for sample in samples:
             if sample.index == 0:
                 outputs.append(RequestOutput(None, list(sample.prompt), []))
-            result = decoded[sample.request, sample.index]
-            spans = (VersionSpan(version, 0, len(result.token_ids)),)
-            outputs[-1].outputs.append(
-                self._reader.completion(result.token_ids, result.logprobs, is_stopped=result.is_stopped, spans=spans)
-            )
+            outputs[-1].outputs.append(self._completion(decoded[sample.request, sample.index]))
         return outputs
+
+    def _completion(self, decoded: Decoded) -> Completion:
+        return self._reader.completion(
+            decoded.token_ids, decoded.logprobs, is_stopped=decoded.is_stopped, spans=decoded.spans
+        )
 
     def _batch_limits(self) -> tuple[int, int]:
         """Return max_num_seqs and max_num_tokens, from the memory that is free now unless they were given."""

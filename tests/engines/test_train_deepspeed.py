@@ -1,0 +1,303 @@
+"""The executor ``deepspeed``: what plain PyTorch computes, at each stage of ZeRO, and what else a train executor does.
+
+Its modules are none of transformers', which every worker would have to import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rlcore
+from rlcore.conformance.ends import check_killed_worker_is_named
+from rlcore.errors import RlcoreError, StateError, WorkerError
+from rlcore.nn import OutputHead, TrainModule
+from rlcore.ops import ppo_clip
+
+from .plain_training import Truth, assert_metrics
+from .train_batches import assert_same_weights, packed_batch
+from .train_policy import truth_of_own
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+
+pytestmark = pytest.mark.slow
+INSTALLED = Path(sys.prefix) / "deepspeed"
+"""Where `make test-slow` installs it, apart from what the other tests import."""
+PLACES = ((1, 2), (2, 1), (3, 3))
+"""A stage of ZeRO and a number of workers."""
+Build = Callable[..., rlcore.TrainEngine]
+
+
+class Leaf(nn.Module):
+    """One weight of a model, and one factor of what goes through it."""
+
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + sum((one.square().mean() for one in self.parameters()), torch.zeros(())))
+
+
+class Mirror(TrainModule):
+    """Has the weights of a model folder by their names, the embedding also as the head, and uses each of them."""
+
+    def __init__(self, weights: dict[str, Tensor], frozen: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        shapes: dict[str, dict[str, torch.Size]] = {}
+        for name, tensor in weights.items():
+            path, _, leaf = name.rpartition(".")
+            shapes.setdefault(path, {})[leaf] = tensor.shape
+        self.embedding = next(path for path in shapes if path.endswith("embed_tokens"))
+        self.leaves = [path for path in shapes if path != self.embedding]
+        for path, found in shapes.items():
+            owner: nn.Module = self
+            *parents, last = path.split(".")
+            for parent in parents:
+                if parent not in dict(owner.named_children()):
+                    owner.add_module(parent, nn.Module())
+                owner = owner.get_submodule(parent)
+            owner.add_module(last, nn.Embedding(*found["weight"]) if path == self.embedding else Leaf(found))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+        self.weights = weights
+
+    def materialization_source(self) -> dict[str, Tensor]:
+        return self.weights
+
+    def on_weights_materialized(self) -> None:
+        self.forget_steps()
+
+    def forget_steps(self) -> None:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [one for one in trained if one.dim() > 1], "weight_decay": 0.1},
+            {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
+
+    def hidden_states(self, batch: Any) -> Tensor:
+        hidden = self.get_submodule(self.embedding)(batch["input_ids"])
+        for path in self.leaves:
+            hidden = self.get_submodule(path)(hidden)
+        return torch.tanh(hidden)
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.get_submodule(self.embedding).weight)  # type: ignore[arg-type]
+
+    def step_of_its_own(self, token: int) -> float:
+        loss = self.hidden_states({"input_ids": torch.full((4,), token)}).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return float(loss.detach())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_on_the_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if INSTALLED.is_dir():
+            patch.syspath_prepend(str(INSTALLED))
+        if importlib.util.find_spec("deepspeed") is None:
+            pytest.skip("needs DeepSpeed: DS_ACCELERATOR=cpu pip install --no-build-isolation 'deepspeed>=0.19.8'")
+        yield
+
+
+@pytest.fixture(scope="module")
+def weights(qwen2_folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return dict(load_file(qwen2_folder / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def start(weights: dict[str, Tensor], short_runtime_folder: Path) -> Iterator[Build]:
+    """``start(workers, executor="deepspeed", **options)``: a new engine."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+
+        def get(workers: int, executor: str = "deepspeed", frozen: tuple[str, ...] = (), **options: Any) -> Any:
+            patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+            with rlcore.meta_device():
+                module = Mirror(weights, frozen)
+            engine = stack.enter_context(rlcore.TrainEngine(module, executor=executor))
+            devices = [f"cpu:{index}" for index in range(workers)]
+            return engine.build(
+                devices=devices, data_parallel_size=workers, launcher="process", timeout_s=250, **options
+            )
+
+        yield get
+
+
+@pytest.fixture(scope="module")
+def build(start: Build) -> Build:
+    """``build(stage, workers)``: the engine of this stage, which all tests share, at the weights that it has."""
+    engines: dict[tuple[int, int], rlcore.TrainEngine] = {}
+
+    def get(stage: int, workers: int) -> rlcore.TrainEngine:
+        if (stage, workers) not in engines:
+            # a bucket that the largest parameter does not fit into, and several for the others
+            engines[stage, workers] = start(workers, stage=stage, bucket_elements=256)
+        return engines[stage, workers]
+
+    return get
+
+
+def truth_of_weights(weights: dict[str, Tensor]) -> Truth:
+    return truth_of_own(lambda: Mirror(weights), weights)
+
+
+@pytest.mark.parametrize(("stage", "workers"), PLACES)
+def test_twenty_steps_are_those_of_plain_pytorch(
+    build: Build, weights: dict[str, Tensor], stage: int, workers: int
+) -> None:
+    engine, truth = build(stage, workers), truth_of_weights(weights)
+    for number in range(20):
+        lengths, max_tokens = [((12, 3, 7, 2, 9, 5, 14), 15), ((4, 24, 9, 13), 24), ((40,), 16384)][number % 3]
+        limit = (0.01, None, 1.0)[number % 3]
+        batch = packed_batch(lengths)
+        found = engine.train_batch(batch, ppo_clip(), max_grad_norm=limit, max_tokens_per_micro_batch=max_tokens)
+        truth.assert_step(found, batch, ppo_clip(), max_grad_norm=limit)
+    assert found["lr/optimizer"] == rate_of(truth), "the module's scheduler has gone on"
+    batch = packed_batch()
+    truth.assert_logprobs(engine.forward_logprobs(batch, max_tokens_per_micro_batch=15), batch)
+    truth.assert_weights(engine.state_dict())
+    evaluated = engine.eval_batch(batch, ppo_clip(), max_tokens_per_micro_batch=15)
+    assert_metrics(evaluated, *truth.step(batch, ppo_clip()))
+
+
+@pytest.mark.parametrize(("stage", "workers"), PLACES)
+def test_what_leaves_the_device_comes_back_in_place(build: Build, stage: int, workers: int) -> None:
+    engine = build(stage, workers)
+    engine.train_batch(packed_batch(), ppo_clip())  # so that the optimizer has states
+    before, resident = engine.state_dict(), tags_of(engine)
+    for tag in ("optimizer", "grads", "weights"):
+        report = engine.offload(tag)
+        assert [one[tag]["device_bytes"] for one in tags_of(engine)] == [0] * workers, f"{tag}: {report}"
+    with pytest.raises(StateError, match=r"onload\('weights'\)"):
+        engine.step_of_its_own(3)
+    engine.onload("weights")
+    with pytest.raises(StateError, match=r"onload\('grads'\)"):
+        engine.step_of_its_own(3)
+    with pytest.raises(StateError, match=r"float32 weights, too; call the engine's onload\('optimizer'\)"):
+        engine.load_state_dict(before)
+    engine.onload("optimizer")
+    engine.meta("grads")
+    engine.onload("grads")
+    assert tags_of(engine) == resident
+    assert_same_weights(engine.state_dict(), before)
+    first = [engine.train_batch(packed_batch(), ppo_clip())["loss"] for _ in range(2)]
+    assert len({*first}) == 2, "it trains"
+
+
+@pytest.mark.parametrize(("stage", "workers"), PLACES)
+def test_steps_that_fail_and_steps_of_the_users_own(
+    start: Build, weights: dict[str, Tensor], build: Build, stage: int, workers: int
+) -> None:
+    engine, truth = build(stage, workers), truth_of_weights(weights)
+    engine.load_state_dict(truth.reference.weights())
+    seen: list[int] = []
+
+    def fails_at_the_second(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        seen.append(len(logprob))
+        if len(seen) == 2:
+            raise ValueError("planted")
+        return -logprob, {}
+
+    def explodes(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        return logprob * float("inf"), {}
+
+    with pytest.raises(WorkerError, match="ValueError: planted"):
+        engine.train_batch(packed_batch(), fails_at_the_second, max_tokens_per_micro_batch=15)
+    with pytest.raises(RlcoreError, match="no step was taken"):
+        engine.train_batch(packed_batch(), explodes)
+    assert_same_weights(engine.state_dict(), truth.reference.weights())
+    batch = packed_batch()
+    metrics = engine.eval_batch(batch, ppo_clip(), max_tokens_per_micro_batch=15)
+    assert_metrics(metrics, *truth.step(batch, ppo_clip()))
+    losses = {engine.step_of_its_own(token)[0] for token in (3, 3)}
+    assert len(losses) == 2, "the method's own backward and step have changed the weights"
+
+
+def test_the_sampler_gets_partitions_of_elements(build: Build, qwen2_folder: Path) -> None:
+    """No parameter is gathered: 21 rows of 32 are cut into three chunks of 224 elements."""
+    engine = build(3, 3)
+    with rlcore.InferenceEngine(qwen2_folder).build(launcher="inline", devices="cpu:0") as infer:
+        for _ in range(2):
+            engine.train_batch(packed_batch(), ppo_clip())
+            report = engine.sync_weights(infer, verify=True)
+            assert report.fallback_bytes == 0
+            assert report.moved_bytes == sum(tensor.nbytes for tensor in engine.state_dict().values())
+
+
+@pytest.mark.parametrize("saved_by", ["fsdp2", "deepspeed"])
+def test_two_workers_save_and_three_of_the_other_executor_go_on(
+    start: Build, build: Build, weights: dict[str, Tensor], tmp_path: Path, saved_by: str
+) -> None:
+    """Moments, steps and the scheduler included: else the second step would be another. A rank is killed before."""
+    truth, batch, folder = truth_of_weights(weights), packed_batch(), tmp_path / "checkpoint"
+    first = start(2, "fsdp2") if saved_by == "fsdp2" else build(1, 2)
+    if saved_by == "deepspeed":
+        check_killed_worker_is_named(first, "train_step", lambda: first.train_batch(batch, ppo_clip()))
+        first.restart()
+    second = build(3, 3) if saved_by == "fsdp2" else start(3, "fsdp2")
+    for _ in range(2):
+        truth.assert_step(first.train_batch(batch, ppo_clip()), batch, ppo_clip())
+    first.save(folder, extra={"step": 2}, blocking=False).result()
+    second.meta("optimizer")
+    assert second.load(folder) == {"step": 2}
+    second.onload()
+    for lengths in ((4, 24, 9, 13), (12, 3, 7, 2, 9, 5, 14)):
+        rate = rate_of(truth)
+        found = second.train_batch(packed_batch(lengths), ppo_clip(), max_tokens_per_micro_batch=24)
+        truth.assert_step(found, packed_batch(lengths), ppo_clip())
+        assert found["lr/optimizer"] == rate
+    truth.assert_weights(second.state_dict())
+    second.export(tmp_path / "model")
+    from safetensors.torch import load_file
+
+    truth.assert_weights(load_file(tmp_path / "model" / "model.safetensors"))
+
+
+def test_frozen_parameters_stay(start: Build) -> None:
+    engine = start(1, frozen=("model.layers.0",), stage=3, persist_below=100)
+    before = engine.state_dict()
+    engine.train_batch(packed_batch(), ppo_clip())
+    trained = engine.state_dict()
+    changed = {name for name in trained if not torch.equal(trained[name], before[name])}
+    matrices = {name for name, tensor in trained.items() if tensor.dim() > 1}  # a bias of 0 has no gradient
+    assert matrices & changed == {name for name in matrices if not name.startswith("model.layers.0")}
+    assert not [name for name in changed if name.startswith("model.layers.0")]
+    engine.forget_steps()
+    with pytest.raises(StateError, match=r"the optimizer of this Mirror is another than .* call restart\(\)"):
+        engine.train_batch(packed_batch(), ppo_clip())
+
+
+def test_a_resume_in_bfloat16_has_the_float32_weights(start: Build, tmp_path: Path) -> None:
+    engine = start(1, stage=2, compute_dtype="bfloat16")
+    losses = [engine.train_batch(packed_batch(), ppo_clip())["loss"] for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
+    engine.save(tmp_path)
+    expected = [engine.train_batch(packed_batch(), ppo_clip()) for _ in range(2)]
+    engine.load(tmp_path)
+    assert [engine.train_batch(packed_batch(), ppo_clip()) for _ in range(2)] == expected
+
+
+def rate_of(truth: Truth) -> float:
+    return float(truth.exact.module.optimizer.param_groups[0]["lr"])
+
+
+def tags_of(engine: rlcore.TrainEngine) -> list[dict[str, Any]]:
+    return [{tag: dict(found) for tag, found in one["tags"].items()} for one in engine.memory_report()]
