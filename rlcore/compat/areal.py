@@ -285,12 +285,12 @@ class WeightUpdateMeta:
         return cls("xccl")
 
 
-class Batch(dict[str, Tensor]):
+class TensorBatch(dict[str, Tensor]):
     """A padded batch in AReaLite's names; it stands in for its TensorDict."""
 
-    def to(self, device: Any) -> Batch:
+    def to(self, device: Any) -> TensorBatch:
         """Return it with all tensors on a device. rlcore's engines take batches on the host, too."""
-        return Batch({name: value.to(device) for name, value in self.items()})
+        return TensorBatch({name: value.to(device) for name, value in self.items()})
 
     @property
     def batch_size(self) -> torch.Size:
@@ -481,18 +481,18 @@ class RemoteInfEngine:
         else:
             self.controller.submit((data, workflow))
 
-    def wait(self, count: int, timeout: float | None = None) -> Batch:
+    def wait(self, count: int, timeout: float | None = None) -> TensorBatch:
         """Return a batch of ``count`` episodes."""
         if self._eval_version is not None:
             items, self._eval_items = self._eval_items[:count], self._eval_items[count:]
             return _batch(self.controller.evaluate(items, timeout_s=timeout))
         return _batch(self.controller.wait(count, timeout))
 
-    def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> Batch:
+    def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> TensorBatch:
         """Run an episode for each item now, and return their batch."""
         return _batch(self.controller.rollout_episodes([(item, workflow) for item in data]))
 
-    def prepare_batch(self, dataloader: Any, workflow: RolloutWorkflow) -> Batch:
+    def prepare_batch(self, dataloader: Any, workflow: RolloutWorkflow) -> TensorBatch:
         """Return the next batch of the asynchronous training. As in AReaLite, the first call's arguments are kept."""
         if self._loader is None:
             self._loader = _Paired(dataloader, workflow)
@@ -691,9 +691,9 @@ def _trajectory(answer: ModelResponse, reward: float) -> Trajectory:
     )
 
 
-def _padded(trajectories: Sequence[Trajectory]) -> Batch:
+def _padded(trajectories: Sequence[Trajectory]) -> TensorBatch:
     found = collate_trajectories([trajectories])
-    return Batch(
+    return TensorBatch(
         input_ids=found["input_ids"],
         attention_mask=found["attention_mask"],
         loss_mask=found["loss_mask"].long(),
@@ -703,7 +703,7 @@ def _padded(trajectories: Sequence[Trajectory]) -> Batch:
     )
 
 
-def _batch(episodes: Sequence[Episode]) -> Batch:
+def _batch(episodes: Sequence[Episode]) -> TensorBatch:
     return _padded([one for episode in episodes for one in episode.trajectories])
 
 
