@@ -124,7 +124,7 @@ class DeepSpeedExecutor(TrainExecutor):
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
         assert self.zero is not None
-        self.zero.check_optimizer()
+        self.zero.adopt_optimizer()
         return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self.zero)
 
     def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
@@ -182,7 +182,7 @@ class DeepSpeedExecutor(TrainExecutor):
 
     def _state(self) -> ZeroTrainState:
         assert self.zero is not None
-        self.zero.check_optimizer()
+        self.zero.adopt_optimizer()
         self.zero.release()
         return ZeroTrainState(self.zero, self.module, self._partitions, self._class_name)
 

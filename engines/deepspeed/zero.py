@@ -71,14 +71,28 @@ class Zero(ShardingStrategy):
             self._take_over(optimizer)
         self._route_calls()
 
-    def check_optimizer(self) -> None:
-        """Raise StateError if the module has another optimizer than when it was built, which ZeRO does not know."""
-        if list(optimizers_of(self._module).values()) != self.optimizers:
-            name = type(self._module).__name__
+    def adopt_optimizer(self) -> None:
+        """Step by the optimizer that a method of the module has made in place of the first, from no states.
+
+        Raises:
+            StateError: its groups have other parameters than those of the first.
+        """
+        found = list(optimizers_of(self._module).values())
+        if found == self.optimizers:
+            return
+        name = type(self._module).__name__
+        given = [[id(one) for one in group["params"]] for group in found[0].param_groups] if len(found) == 1 else None
+        if given != [[id(one) for one in group] for group in self.groups]:
             raise StateError(
-                f"the optimizer of this {name} is another than on_weights_materialized() made, and DeepSpeed does not "
-                "know it; change the values of its groups instead, or call restart()"
+                f"the optimizer of this {name} has other groups of parameters than the one that "
+                "on_weights_materialized() made, by which DeepSpeed has laid out its memory; call restart()"
             )
+        (new,) = found
+        for group, before in zip(new.param_groups, self.optimizers[0].param_groups, strict=True):
+            group["params"] = before["params"]
+        self.optimizer = new
+        set_inner_optimizer(self.engine, new)
+        self._take_over(new)
 
     # -------------------------------------------------------------------------------------------- the step
 
@@ -228,6 +242,11 @@ def _routed_call(module: Any, *args: Any, **kwargs: Any) -> Any:
 def offloader_of(zero_optimizer: Any) -> Any:
     """Return the part of ZeRO 3 that gathers parameters; it stands in the optimizer's place where there is none."""
     return getattr(zero_optimizer, "parameter_offload", zero_optimizer)
+
+
+def set_inner_optimizer(engine: Any, optimizer: Optimizer) -> None:
+    """Let DeepSpeed's optimizer step by another one of torch's, whose groups have its flat tensors."""
+    engine.basic_optimizer = engine.client_optimizer = engine.optimizer.optimizer = optimizer
 
 
 def partition_all(zero_optimizer: Any) -> None:
