@@ -134,7 +134,7 @@ _NAME = re.compile(r"[^\s/]+(/[^\s/]+)*")
 
 
 def _resolved(path: str) -> Sequence[Case]:
-    """The case at a path, or all of a sequence of cases."""
+    """Return the case at a path, or all of a sequence of cases."""
     try:
         found = resolve(path)
     except Exception as error:
@@ -156,7 +156,7 @@ def _broken(path: str, error: BenchError) -> Case:
 
 
 def select_cases(names: list[str]) -> list[Case]:
-    """The cases called ``names``, in that order; "kernels" means all in that folder, no name means all.
+    """Return the cases called ``names``, in that order; "kernels" means all in that folder, no name means all.
 
     Raises:
         BenchError: a name that no case has.

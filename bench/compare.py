@@ -173,7 +173,7 @@ def _trimmed(number: int) -> float:
 
 
 def _chance(sides: list[Any], *, may_last: bool) -> float:
-    """The share that the means of log medians, or log ratios, differ by chance alone in all but ALPHA of the cases.
+    """Return the share by which means of log medians, or log ratios, differ by chance in all but ALPHA of the cases.
 
     Two sides differ from each other, one side from 0. The means are trimmed, so that their variance is that of Yuen's
     test: it comes from winsorised rounds. scipy has that test, but not for rounds that depend on the one before.

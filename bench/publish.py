@@ -87,7 +87,7 @@ def readme_table(results: Path, shown: Sequence[ReadmeRow] = SHOWN) -> ResultTab
 
 
 def _shown_row(shown: ReadmeRow, record: Record) -> list[str]:
-    """A ratio above 1 is in the favour of rlcore."""
+    """Return a row of the table; a ratio above 1 is in favour of rlcore."""
     ours = _chosen(shown, record, shown.ours, "of rlcore")
     cells = [shown.label, _told(ours, shown), "", "", _machine(record)]
     if shown.beside is not None:
@@ -99,7 +99,7 @@ def _shown_row(shown: ReadmeRow, record: Record) -> list[str]:
 
 
 def _chosen(shown: ReadmeRow, record: Record, selector: Selector, whose: str) -> CaseResult:
-    """The result that the selector names; an empty one takes the fastest ``whose`` it is, where there are two sides."""
+    """Return the result that the selector names; an empty one takes the fastest of that side, where there are two."""
     results = record.by_case().get(shown.case, [])
     found = selected(results, selector)
     if not selector and shown.beside is not None:
@@ -214,7 +214,7 @@ def report(results: Path) -> str | None:
 
 
 def _is_same_machine(a: Record, b: Record) -> bool:
-    """The software is the same, too."""
+    """Return True if machine and software are the same."""
     about_the_run = ("rlcore", "commit", "kind of run", "host threads", *NOTES)
     return all(name in about_the_run or name.startswith("$") for name in what_differs(a, b))
 

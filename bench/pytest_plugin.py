@@ -33,7 +33,7 @@ def _here() -> Record:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Before pytest-benchmark opens its storage."""
+    """Choose the folder of this device before pytest-benchmark opens its storage."""
     if getattr(config.option, "benchmark_storage", None) == _DEFAULT_STORAGE:
         folder = re.sub(r"\W+", "-", _here().device_name).strip("-")
         config.option.benchmark_storage = f"{_DEFAULT_STORAGE}/{folder}"

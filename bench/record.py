@@ -56,7 +56,7 @@ class Readings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Telemetry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Figures of device and host while a case ran; None where they do not report one."""
+    """Figures that device and host told while a case ran. None: they do not tell."""
 
     clock_mhz: Readings | None = None
     memory_clock_mhz: Readings | None = None
@@ -144,7 +144,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def identity(result: CaseResult) -> tuple[object, ...]:
-    """Equal for results that measure the same in the same way."""
+    """Return a key that is equal for results that measure the same in the same way."""
     return result.name, result.implementation, tuple(sorted(result.params.items()))
 
 
@@ -351,7 +351,7 @@ def _address(value: bytes | msgspec.Raw) -> int:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
+    """Return the JSON Schema (2020-12) of a record, the rules of ``CaseResult.__post_init__`` included."""
     schema = msgspec.json.schema(Record)
     time = {"properties": {"name": {"const": "time"}}}
     has_metrics = {"required": ["metrics"], "properties": {"metrics": {"contains": time}}}

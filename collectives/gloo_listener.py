@@ -15,8 +15,8 @@ import os
 import socket
 import struct
 import time
-from typing import Any
 
+from rlcore._torch_private import Store
 from rlcore.errors import CollectiveTimeoutError
 from rlcore.process.tcp_sockets import (
     LISTEN,
@@ -47,7 +47,7 @@ class GlooListener:
         store: the one that the group was made with; ranks publish the addresses of their listeners there.
     """
 
-    def __init__(self, store: Any, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         self._rank = rank
         keys = [f"0/{rank}" for rank in range(world_size)]
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"  # connects when two ranks first have to talk

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from rlcore._torch_private import Store
+from rlcore._torch_private import ProcessGroup, Store
 from rlcore.collectives.operations import Operations
 from rlcore.collectives.peers import PeerMonitor
 from rlcore.collectives.process_group import TorchGroups
@@ -261,7 +261,7 @@ class Group(Operations):
         self._error = self._error or why
         self._peers.notify_failure(why)
 
-    def _started(self, what: str, start: Callable[[Any], Any], group: Any, peer: int | None) -> Any:
+    def _started(self, what: str, start: Callable[[Any], Any], group: ProcessGroup, peer: int | None) -> Any:
         try:
             return start(group)
         except RuntimeError as error:  # work of all ranks has not touched the network yet

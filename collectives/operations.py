@@ -73,7 +73,7 @@ class Operations(ABC):
     rank: int
     world_size: int
     name: str
-    _host: Any
+    _host: Device
     """The host as a device."""
     _is_debugging: bool
     """True on all ranks if one of them is."""

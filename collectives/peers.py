@@ -8,9 +8,9 @@ import select
 import time
 from collections import Counter
 from datetime import timedelta
-from typing import Any
 
 import msgspec
+from torch.distributed import Work
 
 from rlcore.collectives.rendezvous import RankInfo, Rendezvous
 from rlcore.collectives.waiting_thread import WaitingThread
@@ -100,7 +100,7 @@ class PeerMonitor:
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
             self._rendezvous.write("failed", msgspec.json.encode(note).decode())
 
-    def wait(self, work: Any, what: str, timeout_s: float) -> None:
+    def wait(self, work: Work, what: str, timeout_s: float) -> None:
         """Wait for one step of an operation of all ranks on host tensors.
 
         Raises:
@@ -120,7 +120,7 @@ class PeerMonitor:
             if time.monotonic() - began >= timeout_s:
                 raise self._timed_out(what, timeout_s)
 
-    def wait_for(self, rank: int, work: Any, what: str, timeout_s: float) -> None:
+    def wait_for(self, rank: int, work: Work, what: str, timeout_s: float) -> None:
         """Wait as ``wait`` does, for an operation with one other rank."""
         began = time.monotonic()
         thread = self._free_thread()
@@ -193,7 +193,7 @@ class PeerMonitor:
             return self._rendezvous.read(key)
         return {}
 
-    def _is_done(self, work: Any, poll_s: float, what: str, began: float, timeout_s: float) -> bool:
+    def _is_done(self, work: Work, poll_s: float, what: str, began: float, timeout_s: float) -> bool:
         seconds = min(poll_s, max(0.001, began + timeout_s - time.monotonic()))
         try:
             work.wait(timedelta(seconds=seconds))

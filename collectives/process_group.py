@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlcore._torch_private import PrefixStore, Store
+from rlcore._torch_private import Backend, PrefixStore, ProcessGroup, Store
 from rlcore.collectives._torch_private import add_backend, empty_group, register_group, unregister_group
 from rlcore.collectives.gloo_listener import GlooListener
 from rlcore.device import Device
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)
 class TorchGroups:
     """The torch group for device tensors and the one for host tensors: the same object if the library allows it."""
 
-    def __init__(self, host: Any, device: Device, store: Store, options: dict[str, Any]) -> None:
+    def __init__(self, host: Device, device: Device, store: Store, options: dict[str, Any]) -> None:
         """Connect; all ranks call it together.
 
         Args:
@@ -34,7 +34,7 @@ class TorchGroups:
             options: of ``new_backend`` of their collectives.
         """
         self._rank, self._world_size = options["rank"], options["world_size"]
-        self._named: dict[str, Any] = {}
+        self._named: dict[str, ProcessGroup] = {}
         self._listens = options["is_one_host"] and host.collectives.backend == "gloo"
         self._store = store if host is device else PrefixStore("host", store)
         name = f"{options['name']} {next(_numbers)}"
@@ -42,7 +42,7 @@ class TorchGroups:
             backend = device.collectives.new_backend(store, **options)
             self.for_device = self.for_host = self._registered(self._with_backend(device, store, backend), name)
             return
-        host_backend = host.collectives.new_backend(self._store, **options | {"is_high_priority": False})
+        host_backend: Any = host.collectives.new_backend(self._store, **options | {"is_high_priority": False})
         group = self._empty_group(device, store)
         group.bound_device_id = device.torch_device
         _add(group, host, host_backend)
@@ -83,21 +83,21 @@ class TorchGroups:
             work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)
             work.wait(timedelta(milliseconds=1))
 
-    def _with_backend(self, device: Device, store: Store, backend: Any) -> Any:
+    def _with_backend(self, device: Device, store: Store, backend: Backend | ProcessGroup) -> ProcessGroup:
         if isinstance(backend, dist.ProcessGroup):
             return backend
         group = self._empty_group(device, store)
         _add(group, device, backend)
         return group
 
-    def _empty_group(self, device: Device, store: Store) -> Any:
+    def _empty_group(self, device: Device, store: Store) -> ProcessGroup:
         return empty_group(store, self._rank, self._world_size, device.collectives.backend)
 
-    def _registered(self, group: Any, name: str) -> Any:
+    def _registered(self, group: ProcessGroup, name: str) -> ProcessGroup:
         register_group(group, name, self._world_size)
         self._named[name] = group
         return group
 
 
-def _add(group: Any, device: Device, backend: Any) -> None:
+def _add(group: ProcessGroup, device: Device, backend: Backend) -> None:
     add_backend(group, device.type, device.collectives.backend, backend)

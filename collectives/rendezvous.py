@@ -162,7 +162,7 @@ class Rendezvous:
                 )
 
 
-def _new_folder(rendezvous: Any, name: str) -> Path | None:
+def _new_folder(rendezvous: object, name: str) -> Path | None:
     """Return a new folder for each group of that name that this process joins; None where ``rendezvous`` is a store."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidInputError(f"name of a group must be letters, digits, '_', '.' and '-', got {name!r}")

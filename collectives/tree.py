@@ -141,7 +141,7 @@ def why_not_plain(value: Any) -> str:
     return "" if value.layout == torch.strided else f"one of layout {value.layout}; give its to_dense()"
 
 
-def _is_key(key: Any) -> bool:
+def _is_key(key: object) -> bool:
     """Return True for what a message can hold: an int of 64 bits, a str without lone surrogates."""
     if type(key) is str:
         return key == key.encode(errors="ignore").decode()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any
+
+from torch.distributed import Work
 
 
 class WaitingThread:
@@ -22,7 +23,7 @@ class WaitingThread:
         """End the thread once the work that it waits for has ended."""
         self.end.atexit = False
 
-    def begin(self, work: Any, timeout_s: float) -> None:
+    def begin(self, work: Work, timeout_s: float) -> None:
         """Start to wait for ``work``; the one before has ended."""
         self._slot.begin(work, timeout_s)
 
@@ -44,10 +45,10 @@ class _Slot:
         self.begun.acquire()
         self.done.acquire()
         self.error: RuntimeError | None = None
-        self._next: tuple[Any, timedelta] | None = None
+        self._next: tuple[Work, timedelta] | None = None
         self._is_last = False
 
-    def begin(self, work: Any, timeout_s: float) -> None:
+    def begin(self, work: Work, timeout_s: float) -> None:
         self._next = (work, timedelta(seconds=timeout_s))
         self.begun.release()
 

@@ -130,7 +130,7 @@ class TorchMemory(TorchPart, Memory):
             pool.empty_cache()
         self._ask("empty_cache", torch.accelerator.empty_cache)
 
-    def _ask(self, member: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _ask(self, member: str, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a function of ``torch.accelerator``. Raises UnsupportedError where the back end does not have it."""
         try:
             return function(*arguments)

@@ -29,13 +29,13 @@ def num_named_groups() -> int:
     return int(_c10d._world.group_count)
 
 
-def store_of(group: Any) -> Any:
+def store_of(group: object) -> Any:
     """Return the part of the store in which a group of this process has its own keys. Since torch 2.10."""
     _, store = _c10d._world.pg_map[group]
     return store
 
 
-def set_default_group(group: Any, num_named: int) -> None:
+def set_default_group(group: object, num_named: int) -> None:
     """Make ``group`` the default of the process, or leave it without one; torch names the next by ``num_named``.
 
     The public ``dist.group.WORLD = group`` leaves the rank that logs show, and there is no public way to the number.

@@ -63,7 +63,7 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
     return batch | {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
 
 
-def _one_each(name: str, value: Any, is_trained_N: Tensor) -> Tensor:
+def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
     flat = _on_host(name, value).flatten()
     if len(flat) != len(is_trained_N):
         raise InvalidInputError(f"collate() got {len(flat)} {name} for {len(is_trained_N)} completions; give one each")

@@ -93,7 +93,7 @@ def _num_rows(data: Any) -> int:
     raise InvalidInputError(f"NeedParallel takes a list, tuple, tensor or dict of them, got {type(data).__name__}")
 
 
-def _is_tensordict(data: Any) -> bool:
+def _is_tensordict(data: object) -> bool:
     tensordict = sys.modules.get("tensordict")  # a TensorDict exists only after this import
     return tensordict is not None and isinstance(data, tensordict.TensorDictBase)
 
@@ -144,11 +144,11 @@ def has_split_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def split_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], parts: int, sequence_parallel_size: int = 1
+    args: Sequence[object], kwargs: Mapping[str, object], parts: int, sequence_parallel_size: int = 1
 ) -> list[tuple[list[Any], dict[str, Any]]]:
     """Return the (args, kwargs) of each of ``parts`` workers; neighbours share sequences."""
 
-    def spread(value: Any) -> list[Any]:
+    def spread(value: object) -> list[Any]:
         if not isinstance(value, NeedParallel):
             return [value] * parts
         if value.type == "seq":
@@ -167,7 +167,7 @@ def split_arguments(
     ]
 
 
-def in_row_order(joined: Any, args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> Any:
+def in_row_order(joined: object, args: Sequence[object], kwargs: Mapping[str, object], parts: int) -> Any:
     """Return the joined results of all workers, one a row, in the row order of the argument that was balanced."""
     balanced = [
         one for one in (*args, *kwargs.values()) if isinstance(one, NeedParallel) and one.balance_by is not None

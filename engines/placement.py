@@ -160,7 +160,7 @@ def choose_devices(
     return [get_device(name) for name in free[:num_workers]]
 
 
-def _listed(devices: Any) -> list[Any]:
+def _listed(devices: object) -> list[Any]:
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         return list(devices)
     return [devices]  # get_device says what is no name of a device

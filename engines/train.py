@@ -141,7 +141,7 @@ class TrainEngine(CheckpointedEngine):
         return partial(self.call, name)
 
     @takes("call()", name=TEXT)
-    def call(self, name: str, *args: Any, gather: Gather = "list", **kwargs: Any) -> Any:
+    def call(self, name: str, *args: object, gather: Gather = "list", **kwargs: object) -> Any:
         """Call the module's method ``name`` on every worker; arguments in ``NeedParallel`` are split among them.
 
         Args:
@@ -299,7 +299,7 @@ class TrainEngine(CheckpointedEngine):
         return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
 
     def _call_with_batch(
-        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: Any
+        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: object
     ) -> R:
         """Call ``method(rank's batch, *args, options)`` on every worker; return the result, the same on all."""
         group = self._built_group()

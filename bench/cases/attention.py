@@ -99,7 +99,7 @@ def _even(size: _LayersSize) -> list[int]:
 
 
 def _uneven(size: _LayersSize) -> list[int]:
-    """One of the longest, and the rest each the shortest."""
+    """Return one of the longest, and the rest each the shortest."""
     return [size.longest] + [size.shortest] * ((size.T - size.longest) // size.shortest)
 
 

@@ -89,7 +89,7 @@ def _expected(op: Op, numel: int, size: int) -> Tensor:
 
 
 def bus_factor(op: Op, size: int) -> float:
-    """Bytes that each rank must send, for each byte of S."""
+    """Return the bytes that each rank must send, for each byte of S."""
     return {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0}.get(op, (size - 1) / size)
 
 

@@ -102,7 +102,7 @@ class Inputs:
     def true_gradients(
         self, loss_fn: LossFn, per_token: Mapping[str, Tensor], token_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss and its gradients for hidden states and weight, of a loss that is a sum over tokens."""
+        """Return a loss that is a sum over tokens, and its gradients for hidden states and weight."""
         hidden_TH, weight_VH = (x.double().requires_grad_() for x in (self.hidden_TH, self.weight_VH))
         total = torch.zeros((), dtype=torch.float64, device=hidden_TH.device)
         for rows in self.slices():
@@ -122,7 +122,7 @@ class Inputs:
 
 
 def implementations(op: str, device: Device) -> list[str]:
-    """Return those registered for one rank of this device; on an accelerator without "reference", with all logits."""
+    """Return those registered for one rank of the device; on an accelerator not "reference", which has all logits."""
     names = [entry.name for entry in registry().ops[op] if entry.device_type in ("*", device.type)]
     left_out = {_OF_SEVERAL_RANKS} if device.spec.is_host else {_OF_SEVERAL_RANKS, "reference"}
     return [name for name in names if name not in left_out]
@@ -148,7 +148,7 @@ def assert_scores(output: tuple[Tensor | None, ...], true: Logprobs, dtype: torc
 
 
 def greatest(got: Tensor, want: Tensor) -> Quantity:
-    """The greatest absolute error."""
+    """Return the greatest absolute error."""
     return Quantity(max(float((got.double() - want).abs().max()), 1e-30), "1")
 
 

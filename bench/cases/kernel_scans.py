@@ -37,7 +37,7 @@ Call = Callable[[], Sequence[Tensor]]
 
 
 def _work(calls: dict[str, Call], token_bytes: int, tokens: Tensor, params: dict[str, int | float | str]) -> Work:
-    """The first of ``calls`` is the truth to the others."""
+    """Return the work of ``calls``; the results of the first are the truth for the others."""
     truth = next(iter(calls.values()))()
     num_calls = 1 if tokens.is_cpu else _CALLS
 
@@ -113,8 +113,10 @@ def _prepare_groups(device: Device) -> Work:
 
 
 def _prepare_loss(device: Device) -> Work:
-    """Its value, statistics and both gradients; plain, compiled whole as its user may, and that captured: what the
-    device does for it, without the host's time for autograd and a dozen launches."""
+    """Measure the loss with its statistics and both gradients: plain, compiled whole, and that captured in a graph.
+
+    The graph shows the time of the device without the host's for autograd and a dozen launches.
+    """
     noise, advantages_T, drift_T, other_T = _tokens(device, 4)
     logprob_T, entropy_T = (-noise.abs()).requires_grad_(), noise.abs().requires_grad_()
     # Some within and some beyond the clip range, none near its bounds, where rounding could switch a gradient off.

@@ -278,7 +278,7 @@ def _prepare_sequences(device: Device, *, size: HeadSize) -> Work:
         want = None if device.spec.is_host else losses.runs(loss_fn, "rows")()
 
         def check(output: tuple[Tensor, ...]) -> None:
-            """Against float32 logits read by other kernels; on a host there is but one way to run."""
+            """Compare with float32 logits read by other kernels; on a host there is only one implementation."""
             assert all(bool(x.isfinite().all()) for x in output)
             if want is not None:
                 assert_close("loss", output[0], want[0], torch.bfloat16)

@@ -96,7 +96,7 @@ def _copies(device: Device, way: Way, hosts: Mapping[str, Tensor], limits: Calla
 
 
 def _check_again(run: Callable[[], Any], targets: list[Tensor], pattern: Tensor, *devices: Any) -> None:
-    """Once more into memory that does not hold the pattern already, as it does after the first run."""
+    """Run once more into cleared memory: after the first run it holds the pattern anyway."""
     for target in targets:
         target.zero_()
     for device in devices:

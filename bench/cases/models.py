@@ -21,6 +21,7 @@ from rlcore.tensor_data import dtype_name
 _STD = 0.02
 """The deviation of random weights, as transformers starts them."""
 _FILE_BYTES = 4 << 30
+LEARNING_RATE = 1e-6
 
 
 def transformers_class(name: str) -> Any:
@@ -164,7 +165,7 @@ def policy_class(shape: ModelShape = TINY) -> Any:
             return weights if isinstance(weights, Path) else Drawn(self, weights, self.device_type)
 
         def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6, fused=True)
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=True)
 
         def reset_peak(self) -> None:
             if torch.accelerator.is_available():
@@ -181,6 +182,21 @@ def policy(
         made = (cls or policy_class(shape))._from_config(shape.config(), dtype=dtype)
     made.weights, made.device_type = weights, device_type
     return made
+
+
+def learner(folder: Path | str, **options: Any) -> Any:
+    """Return a Qwen2 on the meta device whose weights are in ``folder``; ``options`` are those of its AdamW.
+
+    Raises:
+        MissingDependencyError: transformers is not installed.
+    """
+
+    class Learner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, **options)
+
+    with meta_device():
+        return Learner.from_pretrained(folder)
 
 
 # ------------------------------------------------------------------------------------------ what they are given
@@ -256,7 +272,7 @@ class Folder:
     """A model folder that is removed by ``close``."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, device: Device) -> None:
-        """The numbers are drawn on ``device``: half a billion take a host many seconds."""
+        """Draw the numbers on ``device``: half a billion take a host many seconds."""
         self._folder = tempfile.TemporaryDirectory(prefix="rlcore-bench-")
         self.path = Path(self._folder.name)
         with device.torch_device:

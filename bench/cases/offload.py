@@ -70,7 +70,7 @@ class _Set:
 
 
 def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
-    """The matrices, biases and norms of one block of Qwen2 with 7 query heads to a key."""
+    """Return the matrices, biases and norms of one block of Qwen2 with 7 query heads to a key."""
     wide = [nn.Linear(hidden, size, device=device) for size in (hidden, hidden // 7, hidden // 7)]
     plain = [(hidden, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
     linear = [nn.Linear(*sizes, bias=False, device=device) for sizes in plain]
@@ -87,7 +87,7 @@ def _set_bytes(device: Device, share: float, *, num_sets: int = 1) -> int:
 
 
 def room_of_host() -> int:
-    """Bytes that this process may still take: of its control groups, and of the machine, which a run must not fill."""
+    """Return the bytes that this process may still take: of its control groups, and of the machine."""
     return min([proc_bytes("meminfo", "MemAvailable"), *(limit.room_bytes for limit in cgroup_limits())])
 
 

@@ -9,23 +9,21 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.models import Folder, Load, load_on, transformers_class
-from rlcore.bench.cases.timing import Measured, self_timed
+from rlcore.bench.cases.models import Folder, Load, learner, load_on
+from rlcore.bench.cases.timing import Measured, PhaseTimes, self_timed
 from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns.group_advantage import group_advantage
-from rlcore.meta import meta_device
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.tensor_data import dtype_name
 
 PHASES = ("generate", "reward", "old_logprob", "update", "sync", "switch")
@@ -34,19 +32,10 @@ _SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Nats between sampler and trainer for one token, whose programs round differently."""
 
 
-def _module(folder: Folder) -> Any:
-    class Learner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6)
-
-    with meta_device():
-        return Learner.from_pretrained(folder.path)
-
-
 def _prepare_train_step(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    train = TrainEngine(_module(_held_folder(held, load, device)))
+    train = TrainEngine(learner(_held_folder(held, load, device).path))
     train.build(devices=device.name)
     held.callback(train.close)
     batch = load.train_batch()
@@ -116,7 +105,7 @@ class _Loop:
     def __init__(self, device: Device, load: Load) -> None:
         self.device, self.load = device, load
         self.folder = Folder(load.model, load.dtype, device)
-        self.train, self.infer = TrainEngine(_module(self.folder)), InferenceEngine(self.folder.path)
+        self.train, self.infer = TrainEngine(learner(self.folder.path)), InferenceEngine(self.folder.path)
         self.train.build(devices=device.name, onload=False)
         self.infer.build(colocate_with=self.train, dtype=dtype_name(load.dtype))
         self._number = 0
@@ -128,45 +117,37 @@ class _Loop:
 
     def step(self) -> Measured:
         self._number += 1
-        self._phases = dict.fromkeys(PHASES, 0.0)
+        times = PhaseTimes(self.device, PHASES)
         started = time.perf_counter()
-        with self._phase("generate"):
+        with times.phase("generate"):
             outputs = self.infer.generate(self.load.prompt_ids(), _sampling(self.load, self._number), progress=False)
-        with self._phase("reward"):
+        with times.phase("reward"):
             batch = collate(outputs, advantages=group_advantage(_rewards(outputs)))
-        with self._phase("switch"):
+        with times.phase("switch"):
             self.infer.meta()
             self.train.onload()
-        with self._phase("old_logprob"):
+        with times.phase("old_logprob"):
             logprobs = self.train.forward_logprobs(batch)
-        with self._phase("update"):
+        with times.phase("update"):
             self.train.train_batch(batch, ppo_clip(clip_low=0.2, clip_high=0.28))
-        with self._phase("switch"):
+        with times.phase("switch"):
             self.train.offload("optimizer", "grads")
             self.infer.onload("weights")
-        with self._phase("sync"):
+        with times.phase("sync"):
             self.train.sync_weights(self.infer)
-        with self._phase("switch"):
+        with times.phase("switch"):
             self.train.offload()
             self.infer.onload("kv_cache")
         seconds = time.perf_counter() - started
         parity = float((logprobs - batch["old_logprobs"]).abs()[batch["loss_mask"]].max())
-        return Measured(parity, seconds, self._quantities(seconds, int(batch["loss_mask"].sum())))
-
-    def _quantities(self, seconds: float, num_tokens: int) -> dict[str, Quantity]:
-        return {
-            **{name: Quantity(spent, "s") for name, spent in self._phases.items()},
-            "bubble": Quantity(1 - sum(self._phases[name] for name in _USEFUL) / seconds, "1"),
+        num_tokens = int(batch["loss_mask"].sum())
+        quantities = {
+            **{name: Quantity(spent, "s") for name, spent in times.seconds.items()},
+            "bubble": Quantity(1 - sum(times.seconds[name] for name in _USEFUL) / seconds, "1"),
             "trained_tokens": Quantity(num_tokens / seconds, "token/s"),
-            "new_tokens": Quantity(num_tokens / self._phases["generate"], "token/s"),
+            "new_tokens": Quantity(num_tokens / times.seconds["generate"], "token/s"),
         }
-
-    @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.device.synchronize()
-        self._phases[name] += time.perf_counter() - started
+        return Measured(parity, seconds, quantities)
 
 
 def _rewards(outputs: list[Any]) -> Tensor:

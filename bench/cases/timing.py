@@ -1,11 +1,12 @@
-"""Seconds by the host's clock and sizes of host memory, and contenders that measure themselves."""
+"""Seconds by the host's clock and sizes of host memory, phases of a step, contenders that measure themselves."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,21 @@ def median_time(count: int, function: Callable[[], Any], *devices: Device, warm_
     """Return the last result and the median seconds of ``count`` calls; those that warm up come before them."""
     calls = [timed(function, *devices) for _ in range(warm_up + count)]
     return calls[-1][0], statistics.median(seconds for _, seconds in calls[warm_up:])
+
+
+class PhaseTimes:
+    """The seconds of the phases of one step, each until the device is idle."""
+
+    def __init__(self, device: Device, names: Iterable[str]) -> None:
+        self.seconds = dict.fromkeys(names, 0.0)
+        self._device = device
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._device.synchronize()
+        self.seconds[name] += time.perf_counter() - started
 
 
 def proc_bytes(file: str, field: str) -> int:

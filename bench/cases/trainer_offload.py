@@ -74,7 +74,7 @@ class _Cycles(NamedTuple):
 
 
 def _fitting(device: Device) -> ModelShape:
-    """The 7B, with fewer layers where the host has no room for it."""
+    """Return the 7B, with fewer layers where the host has no memory for it."""
     if device.spec.is_host:
         return TINY
     layers = QWEN_7B.layers

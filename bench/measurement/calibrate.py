@@ -62,8 +62,10 @@ def calibrate(device: Device, effort: Effort = "standard") -> Calibration:
 
 
 def shortest_s(device: Device, run: Callable[[], Any], budget_s: float) -> float:
-    """The shortest of the runs that fit into the budget, by the clock, launches included; at least of three, unless
-    they are so long that nothing disturbs one."""
+    """Return the seconds of the shortest run of those that fit into the budget, launches included.
+
+    There are at least three runs, unless one is so long that nothing disturbs it.
+    """
     best, started, runs = float("inf"), time.perf_counter(), 0
     while runs == 0 or (spent := time.perf_counter() - started) < budget_s or (runs < 3 and spent < _LONG_S):
         device.synchronize()
@@ -167,7 +169,7 @@ class Store:
         return stored.calibration if is_valid and not is_doubtful else None
 
     def save(self, calibration: Calibration) -> None:
-        """A cache that cannot be written costs the next run some seconds."""
+        """Write the limits; where the cache cannot be written the next run measures again."""
         with contextlib.suppress(OSError):
             Path(self._path.parent).mkdir(parents=True, exist_ok=True)
             stored = _Stored(valid_for=self._valid_for, effort=self._effort, calibration=calibration)

@@ -200,7 +200,7 @@ def _ended(case: Case, status: Status, reason: str) -> CaseResult:
 
 
 def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:
-    """The record with the limits of its machine, measured now where they are absent or stale."""
+    """Return the record with the limits of its machine, measured now where they are absent or stale."""
     store = Store(record)
     calibration = None if is_forced else record.calibration or store.load()
     if calibration is None:

@@ -52,7 +52,7 @@ class Sampling:
 
 
 def run_case(case: Case, device: Device, sampling: Sampling | None = None) -> list[CaseResult]:
-    """One result for each contender, in their order; whatever goes wrong is a status with its reason."""
+    """Return one result for each contender, in their order; an error becomes a status with its reason."""
     sampling = sampling or Sampling()
     monitor = Monitor(device)
     device.activate()

@@ -94,7 +94,7 @@ def _software_stack(device: Device) -> dict[str, str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions from package metadata; imports none of them."""
+    """Return versions from package metadata; imports none of the packages."""
     found = {}
     for package in PACKAGES:
         try:
@@ -110,7 +110,7 @@ def recorded_environment(device: Device) -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """The commit of the git checkout that this file is tracked in; None when there is none."""
+    """Return the commit of the git checkout that this file is tracked in; None when there is none."""
     here = Path(__file__).resolve()
     # Installed into a virtual environment inside somebody's repository, this file is in no commit of it.
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:

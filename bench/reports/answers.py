@@ -155,7 +155,7 @@ def _limit(name: str) -> Question:
 
 
 def _ahead(run: ReportRun) -> _Cell | None:
-    """The geometric mean over all cases in which rlcore and others did the same work."""
+    """Return the geometric mean over all cases in which rlcore and others did the same work."""
     both = [(one.theirs, one.ours) for one in peer_comparisons(run.record)]
     found = sorted(theirs.seconds / ours.seconds for theirs, ours in both if theirs and ours)
     if not found:

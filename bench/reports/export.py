@@ -42,7 +42,7 @@ def to_csv(record: Record) -> str:
 
 
 def header(record: Record) -> dict[str, Any]:
-    """A record without its cases, as JSON has it."""
+    """Return a record without its cases, as JSON has it."""
     found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(record, cases=[]))
     return found
 
@@ -88,7 +88,7 @@ def _benchmark(result: CaseResult) -> dict[str, Any]:
 
 
 def read_any(path: Path) -> Record:
-    """A record, or one from pytest-benchmark's JSON that ``rlcore.bench.pytest_plugin`` had a part in.
+    """Read a record, or the JSON of pytest-benchmark run with ``rlcore.bench.pytest_plugin``.
 
     Raises:
         BenchError: it is neither, or its samples were not saved.

@@ -76,7 +76,7 @@ def _facts(record: Record) -> dict[str, str]:
 
 
 def _counts(record: Record) -> str:
-    """Such as "20 results, 7 blocked, 70 skipped"."""
+    """Return the numbers of results, such as "20 results, 7 blocked, 70 skipped"."""
     statuses = Counter(result.status for result in record.cases)
     others = [f"{statuses[status]} {status}" for status in ("fail", "oom", "blocked", "skipped") if statuses[status]]
     return ", ".join([f"{statuses['pass']} results", *others])
@@ -86,7 +86,7 @@ def _counts(record: Record) -> str:
 
 
 def _step(run: ReportRun, step: CaseResult) -> dict[str, Any]:
-    """A step of RL as a bar of its phases."""
+    """Return a step of RL as a bar of its phases."""
     total = median(step, "time")
     parts = {words(name): median(step, name) for name in PHASES}
     parts["the rest"] = max(0.0, total - sum(parts.values()))
@@ -159,7 +159,7 @@ def _own_sizes(work: PeerComparison, every: Sequence[PeerComparison]) -> str:
 
 
 def _peer_summary(work: PeerComparison) -> str:
-    """The best of rlcore beside the best of the others."""
+    """Compare the best of rlcore with the best of the others."""
     ours, theirs, floor = work.ours, work.theirs, work.floor
     shown = [f"{side.implementation} {seconds(side.seconds)}" for side in (ours, theirs) if side]
     if ours and theirs:
@@ -212,7 +212,7 @@ def _curves(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
 
 
 def _lines(run: ReportRun, case: str, x: str, value: _Value, *, is_alone: bool) -> list[charts.Line]:
-    """A line for each case under ``case``, or each dtype of it; other plugins' cases may lack what a curve shows."""
+    """Return a line for each case under ``case``, or each dtype; cases of plugins may lack what a curve shows."""
     points: dict[str, list[tuple[float, float]]] = {}
     for result in run.record.passed():
         if not f"{result.name}/".startswith(f"{case}/"):

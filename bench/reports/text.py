@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Numbers as people read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count(value: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value of a metric with its unit; "1" is a share."""
+    """Return a value of a metric with its unit; "1" is a share."""
     if unit == "s":
         return seconds(value)
     if unit == "1":
@@ -32,7 +32,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Exactly, in KiB and the like, where that is short."""
+    """Return bytes exactly, in KiB and the like, where that is short."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale and nbytes % scale == 0 and nbytes // scale < _LONG:
             return f"{nbytes // scale} {unit}"

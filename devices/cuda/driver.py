@@ -11,7 +11,6 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any
 
 from rlcore.devices.copy_batch import Numbers
 from rlcore.errors import DeviceError
@@ -41,7 +40,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _call(function: str, *arguments: Any) -> None:
+def _call(function: str, *arguments: object) -> None:
     """Call a function of the driver. Raises DeviceError with the driver's error text."""
     code = getattr(_library(), function)(*arguments)
     if code:

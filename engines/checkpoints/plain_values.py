@@ -26,7 +26,7 @@ _LONGEST = 80
 _TAG = "!"
 
 
-def plain_copy(value: Any, path: str) -> Any:
+def plain_copy(value: object, path: str) -> Any:
     """Return the value in JSON, which comes back equal.
 
     Args:
@@ -38,12 +38,12 @@ def plain_copy(value: Any, path: str) -> Any:
     return _encoded(value, path, _MOST_LEVELS, has_tags=False)
 
 
-def tagged(value: Any, path: str) -> Any:
+def tagged(value: object, path: str) -> Any:
     """Return the value in JSON with tags, for ``untagged``; otherwise as ``plain_copy`` does."""
     return _encoded(value, path, _MOST_LEVELS, has_tags=True)
 
 
-def untagged(value: Any) -> Any:
+def untagged(value: object) -> Any:
     """Return what ``tagged`` was given."""
     if isinstance(value, list):
         return [untagged(item) for item in value]
@@ -60,7 +60,7 @@ def untagged(value: Any) -> Any:
     return {key: untagged(item) for key, item in value.items()}
 
 
-def _encoded(value: Any, path: str, levels: int, *, has_tags: bool) -> Any:
+def _encoded(value: object, path: str, levels: int, *, has_tags: bool) -> Any:
     if not levels:
         raise InvalidInputError(
             f"save() cannot keep {path[:_LONGEST]}...: it is more than {_MOST_LEVELS} lists and dicts deep, or holds "
@@ -87,7 +87,7 @@ def _needs_tag(value: dict[Any, Any]) -> bool:
     return isinstance(value, Counter) or any(key.startswith(_TAG) for key in value)
 
 
-def _split(value: Any) -> tuple[str, Any] | None:
+def _split(value: object) -> tuple[str, Any] | None:
     """Return the tag of a value that JSON has not, and the JSON value that stands for it; None for other values."""
     if isinstance(value, float) and not math.isfinite(value):
         return "float", str(float(value))
@@ -98,7 +98,7 @@ def _split(value: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _simple(value: Any, path: str) -> Any:
+def _simple(value: object, path: str) -> Any:
     """Return a value that is no list or dict; for one of a derived class, such as an enum, its plain equal."""
     if value is None or isinstance(value, bool):
         return value
@@ -124,7 +124,7 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _advice(value: Any) -> str:
+def _advice(value: object) -> str:
     """Say what to save instead."""
     ways: list[tuple[bool, str]] = [
         (isinstance(value, float), "leave it out, or give it as text: str(value)"),

@@ -52,7 +52,7 @@ class SavedTensor:
         self._parts: list[tuple[list[int], Any]] = []
         self._shapes: set[tuple[int, ...]] = set()
 
-    def add_part(self, offset: list[int], shape: Sequence[int] | None, found: Any) -> None:
+    def add_part(self, offset: list[int], shape: Sequence[int] | None, found: object) -> None:
         """Add a part; ``shape`` is that of the whole tensor, None in files that do not have it."""
         self._parts.append((offset, found))
         if shape is not None:

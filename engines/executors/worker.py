@@ -49,7 +49,7 @@ class Worker:
     """A dataclass of the options of ``build`` that checks their values; None: the keyword arguments of ``build``."""
 
     @classmethod
-    def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
+    def check(cls, path: Path, options: Mapping[str, object], python: str | os.PathLike[str] | None) -> None:
         """Raise what ``build(path, **options)`` would, as far as the user's process can see.
 
         Called there before a worker starts, which takes seconds. ``build`` does not count on it: ``restart`` goes

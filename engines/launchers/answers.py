@@ -11,7 +11,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.tensor_tree import TreeEncoder, decode_tree
 
 
-def dump_answer(value: Any, what: str, *, is_annotated: bool = False) -> tuple[bytes, list[Tensor]]:
+def dump_answer(value: object, what: str, *, is_annotated: bool = False) -> tuple[bytes, list[Tensor]]:
     """Return the bytes of plain data and tensors, and the tensors that were left out.
 
     Args:
@@ -36,13 +36,13 @@ class _AnswerEncoder(TreeEncoder):
         super().__init__()
         self._is_annotated = is_annotated
 
-    def other(self, value: Any) -> Any:
+    def other(self, value: object) -> Any:
         if isinstance(value, dict):
             raise TypeError(f"a dict whose keys are {', '.join(sorted({type(key).__name__ for key in value}))}")
         return value if self._is_annotated else super().other(value)
 
 
-def load_answer(body: bytes, tensors: list[Tensor], expected: Any) -> Any:
+def load_answer(body: bytes, tensors: list[Tensor], expected: object) -> Any:
     """Return the value as the type ``expected``; ``Any`` gives what was sent.
 
     Raises:
@@ -53,7 +53,7 @@ def load_answer(body: bytes, tensors: list[Tensor], expected: Any) -> Any:
     return sent if expected is Any else msgspec.convert(sent, expected, dec_hook=_checked)
 
 
-def _checked(kind: type, value: Any) -> Any:
+def _checked(kind: type, value: object) -> Any:
     if isinstance(value, kind):
         return value
     raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")

@@ -52,15 +52,15 @@ class InlineWorker:
         self.context = replace(context, emit=self._emit)
         self.worker: Any = self._run("start", lambda: worker_class(self.context)).result()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method: str, *args: object, **kwargs: object) -> Future[Any]:
         """Run the call now; the future is done."""
         return self.prepare(method, args, kwargs, timeout_s=math.inf)()
 
     def prepare(
         self,
         method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         *,
         on_event: Callable[[Any], None] | None = None,
         timeout_s: float,
@@ -131,6 +131,6 @@ class InlineWorker:
     def stack(self) -> str:
         return "in the user's process"
 
-    def _emit(self, event: Any) -> None:
+    def _emit(self, event: object) -> None:
         if self._on_event is not None:
             self._on_event(event)

@@ -25,7 +25,7 @@ _PICKLES: _Pickles = weakref.WeakKeyDictionary()
 _PICKLES_OF_CALL: ContextVar[_Pickles | None] = ContextVar("_PICKLES_OF_CALL", default=None)
 
 
-def dump_pickled_call(call: Any) -> tuple[bytes, list[Tensor]]:
+def dump_pickled_call(call: object) -> tuple[bytes, list[Tensor]]:
     """Return the pickle of a call, and the tensors that were left out; device tensors arrive on the host.
 
     Raises:
@@ -40,7 +40,7 @@ def dump_pickled_call(call: Any) -> tuple[bytes, list[Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def load_pickled_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) -> Any:
+def load_pickled_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, object]) -> Any:
     """Return the call. Only a child calls this, only for what comes over its inherited socket."""
     return _CallUnpickler(body, tensors, workers).load()
 
@@ -64,13 +64,13 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # By id, and with the object: pickling may make one and drop it, and the next takes its id.
         self._seen: dict[int, tuple[Tensor, tuple[str, int | bytes]]] = {}
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         """Use a pickle made before: cloudpickle looks through all of ``sys.modules`` for each function, for ms."""
         if isinstance(obj, types.FunctionType) and (data := _pickled_before(obj)) is not None:
             return pickle.loads, (data,)
         return super().reducer_override(obj)
 
-    def persistent_id(self, obj: Any) -> tuple[str, int | bytes] | None:
+    def persistent_id(self, obj: object) -> tuple[str, int | bytes] | None:
         if isinstance(obj, WorkerReference):
             return "worker", obj.number
         if _is_decoding_cache(obj):
@@ -118,19 +118,19 @@ def _pickled_alone(function: types.FunctionType) -> bytes | None:
 
 
 class _AlonePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def persistent_id(self, obj: Any) -> None:
+    def persistent_id(self, obj: object) -> None:
         if isinstance(obj, Tensor | WorkerReference):
             raise pickle.PicklingError(f"{type(obj).__name__}s travel beside the pickle")
 
 
-def _is_decoding_cache(obj: Any) -> bool:
+def _is_decoding_cache(obj: object) -> bool:
     """Return True for what msgspec keeps in a dataclass that it has decoded: it is made anew, and has no pickle."""
     kind = type(obj)
     return kind.__module__ == "msgspec._core" and kind.__name__.endswith("Info")
 
 
 class _CallUnpickler(pickle.Unpickler):
-    def __init__(self, body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) -> None:
+    def __init__(self, body: bytes, tensors: list[Tensor], workers: Mapping[int, object]) -> None:
         super().__init__(io.BytesIO(body))
         self._left_out: dict[str, Any] = {"tensor": tensors, "worker": workers, "none": [None]}
         self._small: dict[int, Tensor] = {}

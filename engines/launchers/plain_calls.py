@@ -47,7 +47,7 @@ _CONTAINERS: dict[type[Any], _Code] = {
 }
 
 
-def dump_plain_call(call: Any) -> tuple[bytes, list[Tensor]]:
+def dump_plain_call(call: object) -> tuple[bytes, list[Tensor]]:
     """Return the bytes of a call, and the tensors that were left out; device tensors arrive on the host.
 
     A call holds plain data, tensors, workers, dataclasses, paths, and what is imported.
@@ -62,7 +62,7 @@ def dump_plain_call(call: Any) -> tuple[bytes, list[Tensor]]:
         raise InvalidInputError(f"an argument cannot be sent to another interpreter: {error}") from error
 
 
-def load_plain_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, Any]) -> Any:
+def load_plain_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, object]) -> Any:
     """Return what ``dump_plain_call`` was given, with the workers of this process by number."""
     others: dict[int, Callable[[Any], Any]] = {
         _Code.LIST: list,
@@ -104,7 +104,7 @@ def _imported(path: str) -> Any:
 
 
 class _CallEncoder(TreeEncoder):
-    def other(self, value: Any) -> Any:
+    def other(self, value: object) -> Any:
         content: Any
         match value:
             case type() | FunctionType():
@@ -133,7 +133,7 @@ class _CallEncoder(TreeEncoder):
         return Extension(code.value, content)
 
 
-def _fields(value: Any) -> Iterator[tuple[str, Any]] | None:
+def _fields(value: object) -> Iterator[tuple[str, Any]] | None:
     """Yield the fields of a dataclass, a msgspec.Struct or a NamedTuple; None for any other value.
 
     A field that takes no part in comparison belongs to the sender alone, and is left out.

@@ -114,7 +114,7 @@ class HostedProcess(Protocol):
     def current(self) -> CurrentCall | None: ...
 
     def prepare(
-        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: PendingCall
+        self, kind: Kind, worker: int, arguments: tuple[object, object], pending: PendingCall
     ) -> Callable[[], Future[Any]]: ...
 
     def cancel(self, answer: Future[Any]) -> None: ...
@@ -170,15 +170,15 @@ class ProcessWorker:
     def current(self) -> CurrentCall | None:
         return self._process.current
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method: str, *args: object, **kwargs: object) -> Future[Any]:
         """See ``WorkerHandle``. The future raises WorkerDiedError when the process ends first."""
         return self.prepare(method, args, kwargs, timeout_s=self._timeout_s)()
 
     def prepare(
         self,
         method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         *,
         on_event: Callable[[Any], None] | None = None,
         timeout_s: float,

@@ -16,7 +16,7 @@ from rlcore.meta import real_device
 from rlcore.registry import get_device
 
 
-def _ignore(event: Any) -> None:
+def _ignore(event: object) -> None:
     pass
 
 
@@ -118,7 +118,7 @@ class WorkerHandle(Protocol):
     def is_stopped(self) -> bool:
         """The process is known to be stopped (SIGSTOP)."""
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+    def call(self, method: str, *args: object, **kwargs: object) -> Future[Any]:
         """Call a method of the worker, or of one of its attributes ("module.step"); calls run in their order.
 
         A handle among the arguments arrives as the worker itself; both must be of one process.
@@ -131,8 +131,8 @@ class WorkerHandle(Protocol):
     def prepare(
         self,
         method: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
         *,
         on_event: Callable[[Any], None] | None,
         timeout_s: float,

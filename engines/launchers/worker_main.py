@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rlcore.engines.launchers.runtime_files import record_name, remove_stale_stores
 from rlcore.errors import StateError
@@ -68,5 +68,5 @@ def _remove_files(pid: int) -> None:
         remove_stale_sockets(folder)  # of the parent too, if it was killed
 
 
-def _refuse_breakpoint(*_: Any, **__: Any) -> NoReturn:
+def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
     raise StateError("breakpoint() in a worker process has no terminal; set RLCORE_DEBUG=pdb to run workers in yours")

@@ -146,7 +146,7 @@ class WorkerProcess:
 
     # ---------------------------------------------------------------------------------------------- calls
 
-    def start(self, worker_class: Any, context: WorkerContext, timeout_s: float) -> tuple[int, Future[Any]]:
+    def start(self, worker_class: object, context: WorkerContext, timeout_s: float) -> tuple[int, Future[Any]]:
         """Start a worker in this process; return its number, and a future that ends when it is ready."""
         number = self.new_worker(context)
         pending = PendingCall(context, "start", timeout_s)
@@ -167,7 +167,7 @@ class WorkerProcess:
                 running.announce(self._runtime, self.pid, self.device_name, engines)
 
     def prepare(
-        self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: PendingCall
+        self, kind: Kind, worker: int, arguments: tuple[object, object], pending: PendingCall
     ) -> Callable[[], Future[Any]]:
         """Return a function that queues the call. Its tensors must not change until it is answered."""
         body, tensors = self._dump_call((pending.method, *arguments))

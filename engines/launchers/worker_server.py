@@ -102,7 +102,7 @@ class WorkerServer:
             self._workers[number] = worker_class(context)
         self._contexts[number] = context
 
-    def _emit(self, event: Any) -> None:
+    def _emit(self, event: object) -> None:
         body, tensors = dump_answer(event, "emit()")
         self._channel.send(MessageHead("event", self._call), body, tensors)
 

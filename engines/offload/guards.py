@@ -35,7 +35,7 @@ class Guard:
             self._handles += [_Replaced(part, name, message) for name in _REPLACED]
         parameters = frozenset(module.parameters())
 
-        def refuse_theirs(optimizer: Optimizer, *_: Any) -> None:
+        def refuse_theirs(optimizer: Optimizer, *_: object) -> None:
             if any(not parameters.isdisjoint(group["params"]) for group in optimizer.param_groups):
                 raise StateError(message)
 
@@ -69,18 +69,18 @@ class Guard:
 class _Refuser:
     """Stands for a method of one object as long as there are messages: several guards may refuse the same method."""
 
-    def __init__(self, before: Any) -> None:
+    def __init__(self, before: object) -> None:
         self.before = before
         self.messages: list[str] = []
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         raise StateError(self.messages[-1])
 
 
 class _Replaced:
     """Refuses a method of one object, for which torch has no hook. Guards may be lifted in any order."""
 
-    def __init__(self, owner: Any, name: str, message: str) -> None:
+    def __init__(self, owner: object, name: str, message: str) -> None:
         self._own = vars(owner)
         self._name, self._message = name, message
         before = self._own.get(name)
@@ -105,7 +105,7 @@ def _lift(handles: list[RemovableHandle | _Replaced]) -> None:
 
 
 def _refusal(message: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise StateError(message)
 
     return refuse

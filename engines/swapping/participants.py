@@ -70,7 +70,7 @@ class SwapParticipant:
             self._take_back()
             raise
 
-    def plans(self, *, with_workers: bool = False, **options: Any) -> list[Arguments]:
+    def plans(self, *, with_workers: bool = False, **options: object) -> list[Arguments]:
         """Return the arguments of each site: a ``SwapPlan``, the workers that it names if wanted, and ``options``."""
         return [(self._plan(site, with_workers=with_workers), options) for site in self.sites]
 

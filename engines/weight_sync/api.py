@@ -43,6 +43,7 @@ from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, SpmdPeers, SyncPeers
 from rlcore.engines.weight_sync.channels.shared_store import SharedStore, common_stores
 from rlcore.engines.weight_sync.messages import decoded
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors, NamedTensors
 from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.receiver import Receiver
@@ -93,7 +94,7 @@ _ENDS = Kind(
     lambda value: all(map(_END.has, value)) if LIST.has(value) else _END.has(value),
 )
 _NAMED = Kind(
-    "names and tensors, in a mapping or as pairs, or a function that gives them,",
+    "a torch.nn.Module, names and tensors in a mapping or as pairs, or a function that gives them,",
     lambda value: callable(value) or isinstance(value, Iterable),
 )
 
@@ -109,7 +110,9 @@ class WeightSender:
 
     Args:
         named_tensors: names as the receiver's model has them, and tensors; or a function that gives them, called for
-            each ``send``. The first pass fixes names, shapes, dtypes and sharding.
+            each ``send``. The first pass fixes names, shapes, dtypes and sharding. Or a module: of a transformers
+            model, in peft's or under FSDP2, the weights are sent by the names and in the layout of its checkpoint,
+            with adapters merged into what is sent.
         control: the channel, or one for each receiver; or a ``WeightReceiver`` without a channel, of this process, or
             a list of these. Then ``send`` does the receiver's part too, in the calling thread.
     """
@@ -117,21 +120,22 @@ class WeightSender:
     @takes("WeightSender", named_tensors=_NAMED, control=_ENDS)
     def __init__(
         self,
-        named_tensors: NamedTensors | Callable[[], NamedTensors],
+        named_tensors: NamedTensors | Callable[[], NamedTensors] | nn.Module,
         control: Control | WeightReceiver | Sequence[Control | WeightReceiver],
     ) -> None:
-        if callable(named_tensors):
-            get = named_tensors
-        else:
-            kept = dict(named_tensors)
-            get = lambda: kept  # noqa: E731
+        get = _getter(named_tensors)
         first = dict(get())
         if not first:
             raise InvalidInputError("WeightSender needs at least one named tensor, got none")
         sharded = next((tensor for tensor in first.values() if isinstance(tensor, DTensor)), None)
         sample = next(iter(first.values())) if sharded is None else sharded.to_local()
         self._device = get_device(sample.device)
-        self._source = NamedSourceTensors(get, 1 if sharded is None else dist.get_world_size())
+        num_ranks = 1 if sharded is None else dist.get_world_size()
+        self._source = (
+            ModuleSourceTensors(named_tensors, num_ranks)
+            if isinstance(named_tensors, nn.Module)
+            else NamedSourceTensors(get, num_ranks)
+        )
         address = _own_address(_listed(control)) or ("" if sharded is None else address_in_world())
         self._sender = Sender(self._source, self._device, address=address)
         own: SyncPeers = LocalPeers("the sender", [self._sender])
@@ -302,6 +306,15 @@ class WeightReceiver:
     def close(self) -> None:
         """Let go of what belongs to the sender."""
         self._receiver.close()
+
+
+def _getter(named: NamedTensors | Callable[[], NamedTensors] | nn.Module) -> Callable[[], NamedTensors]:
+    if isinstance(named, nn.Module):
+        return named.named_parameters
+    if callable(named):
+        return named
+    kept = dict(named)
+    return lambda: kept
 
 
 def _stores_of_ranks(all_gather: Callable[[bytes], list[bytes]]) -> Callable[[], SharedStore]:

@@ -1,4 +1,4 @@
-"""The tensors of a train worker's module, as its sender asks for them."""
+"""The weights of a module, as a sender asks for them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlcore._torch_private import number_of_writes, own_modules, own_parameters
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
+from rlcore.weights.catalog import model_weights
 from rlcore.weights.view import WeightView, whole
 
 
@@ -22,13 +23,14 @@ class ModuleSourceTensors:
     The module is looked through once a round, by ``parts()``: models have tens of thousands of parameters.
 
     Args:
-        views: gives the weights with the parameters as they are sharded; None is ``module.weight_views``.
+        views: gives the weights with the parameters as they are sharded; None is ``weight_views()`` of a
+            ``TrainModule``, and ``model_weights()`` of another module.
         release: frees what is gathered; None does so for FSDP.
     """
 
     def __init__(
         self,
-        module: TrainModule,
+        module: nn.Module,
         num_ranks: int,
         *,
         views: Callable[[], Iterable[WeightView]] | None = None,
@@ -36,7 +38,8 @@ class ModuleSourceTensors:
     ) -> None:
         self._module = module
         self._num_ranks = num_ranks
-        self._weight_views = views or module.weight_views
+        own_views = module.weight_views if isinstance(module, TrainModule) else model_weights(module)
+        self._weight_views: Callable[[], Iterable[WeightView]] = views or own_views
         self._release = release or (lambda: _reshard(module))
         self._known: list[nn.Parameter] = []
         self._views: list[WeightView] = []
@@ -46,6 +49,13 @@ class ModuleSourceTensors:
     @property
     def manifest(self) -> WeightManifest:
         return self._described.manifest
+
+    def refresh(self) -> None:
+        """Do nothing: ``parts()`` looks at the module."""
+
+    def forget(self) -> None:
+        """Hold no tensor until the next ``parts()``."""
+        self._known, self._views, self._parameters, self._parts = [], [], None, []
 
     def parts(self) -> list[Tensor]:
         source = self._refresh()

@@ -94,14 +94,14 @@ class Mischief:
         deliver(data)
 
     def send_nested(self, data: bytes, deliver: Deliver) -> None:
-        """A list in a list, and so on, deeper than a decoder may follow."""
+        """Send a list in a list, and so on, deeper than a decoder may follow."""
         nested = b"\x91" * self._draw.choice([1_500, 100_000]) + b"\x90"
         call = msgspec.msgpack.encode(RemoteCall(1, "describe", msgspec.Raw(nested)))
         deliver(self._draw.choice([nested, call]))
         deliver(data)
 
     def commit_early(self, data: bytes, deliver: Deliver) -> None:
-        """The last round's commit, with the number of this one."""
+        """Send the last round's commit, with the number of this one."""
         arguments = [self._end.last["begin"][0], *self._end.last["commit"][1:]]
         deliver(msgspec.msgpack.encode(RemoteCall(1, "commit", msgspec.Raw(msgspec.msgpack.encode(arguments)))))
         deliver(data)

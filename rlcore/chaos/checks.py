@@ -40,7 +40,7 @@ def same(found: Weights, expected: Weights) -> bool:
 
 
 def check_error(error: BaseException, accepted: tuple[type[BaseException], ...]) -> None:
-    """An error is one of rlcore's, of the accepted types, and has a text."""
+    """Check that an error is one of rlcore's, of the accepted types, and has a text."""
     kinds = " or ".join(kind.__name__ for kind in accepted) or "no error"
     require(isinstance(error, RlcoreError), f"{kinds} was promised, and {type(error).__name__} came: {error}")
     require(isinstance(error, accepted), f"{kinds} was promised, and {type(error).__name__} came: {error_text(error)}")
@@ -48,7 +48,7 @@ def check_error(error: BaseException, accepted: tuple[type[BaseException], ...])
 
 
 def check_checkpoint(folder: Path, saves: Iterable[int]) -> None:
-    """The folder has one complete checkpoint, one of ``saves``, and nothing else; nothing where there are none."""
+    """Check that the folder has one whole checkpoint, of ``saves``, and nothing else; nothing where there are none."""
     possible = sorted(saves)
     if not possible:
         return
@@ -104,6 +104,6 @@ def processes_of(scratch: Path) -> dict[int, str]:
 
 
 def check_log_probs(of_sampler: Tensor, of_trainer: Tensor, mask: Tensor, limit: float, promise: str) -> None:
-    """The sampler's weights are the trainer's: they give the same log-probs."""
+    """Check that sampler and trainer have the same weights: they give the same log-probs."""
     worst: Any = (of_sampler - of_trainer).abs()[mask].max().item()
     require(worst <= limit, f"{promise}: its log-probs differ from the trainer's by {worst:.3g}, more than {limit:g}")

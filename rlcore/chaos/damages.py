@@ -59,7 +59,7 @@ def swap_files(folder: Path, draw: random.Random) -> str:
 
 
 def older_file(folder: Path, draw: random.Random) -> str:
-    """A file of the save before, which ``folder``-older has."""
+    """Replace a file by that of the save before, which ``folder``-older has."""
     file = draw.choice([file for file in _files(folder) if not file.name.startswith("rng")])
     (older,) = folder.with_name(f"{folder.name}-older").glob(f"data-*/{file.name}")
     shutil.copy(older, file)
@@ -67,14 +67,14 @@ def older_file(folder: Path, draw: random.Random) -> str:
 
 
 def foreign_data(folder: Path, draw: random.Random) -> str:
-    """A manifest with a right digest whose data lie elsewhere."""
+    """Write a manifest with a right digest whose data lie elsewhere."""
     (data,) = folder.with_name(f"{folder.name}-older").glob("data-*")
     _rewrite(folder, data=f"../{data.parent.name}/{data.name}")
     return "the manifest's data are outside its folder"
 
 
 def lack_group(folder: Path, draw: random.Random) -> str:
-    """A manifest with a right digest that lacks a group of files."""
+    """Write a manifest with a right digest that lacks a group of files."""
     lacking = draw.choice(["optimizer", "weights"])
     groups = [group for group in _manifest(folder)["groups"] if group != lacking]
     _rewrite(folder, groups=groups)

@@ -255,7 +255,7 @@ class _Driven:
             time.sleep(0.2)
 
     def _go_on(self) -> None:
-        """The next program finds a whole checkpoint, and takes away what the one before has left."""
+        """Check that the next program finds a whole checkpoint, and removes what the one before has left."""
         with self._program("rlcore.chaos.program:go_on", self._plan.layout.trainers[0]) as child:
             report = self._next(child, _START_S)
         if report is None or report.violation:

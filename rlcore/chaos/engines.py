@@ -172,7 +172,7 @@ class Engines:
         self.last, self.has_saved = {number}, True
 
     def _check_restarted(self) -> None:
-        """The trainer continues from the last checkpoint, or from the model."""
+        """Check that the trainer continues from the last checkpoint, or from the model."""
         found = self.train.state_dict()
         possible = [self.saves[number] for number in self.last] + [self.initial] * (not self.has_saved)
         require(
@@ -201,7 +201,7 @@ class Engines:
         return self.infer.generate(PROMPTS, _PARAMS, progress=False)
 
     def check_serving(self) -> None:
-        """After a sync that failed the sampler refuses, or serves what it had whole, or the trainer's weights."""
+        """Check that after a failed sync the sampler refuses, or serves its old weights or the trainer's, whole."""
         if self.infer is None or self.infer.sync_state != "serving" or set(self.infer.state.values()) != {"loaded"}:
             return
         outputs = self.serve()
@@ -211,7 +211,7 @@ class Engines:
         self._compare(outputs, "the sampler serves neither its old weights nor the new ones")
 
     def check_whole(self) -> None:
-        """A complete sync gives the sampler the trainer's weights."""
+        """Check that a complete sync has given the sampler the trainer's weights."""
         self.renew_weights()
         try:
             self.train.sync_weights(self.infer)

@@ -24,7 +24,7 @@ from rlcore.process.status import start_time
 
 @contextlib.contextmanager
 def clock_jump(strike: Strike) -> Iterator[None]:
-    """The calendar's clock of the program and the trainer's workers jumps; the monotonic one does not."""
+    """Let the calendar's clock of the program and the trainer's workers jump; the monotonic one does not."""
     offset_s = strike.draw.choice([-1e9, -3600.0, 3600.0, 1e9])
     strike.words = f"by {offset_s:g} s"
     strike.engines.train.call("run", _shift_clock, offset_s)
@@ -122,7 +122,7 @@ def full_disk(strike: Strike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow_disk(strike: Strike) -> Iterator[None]:
-    """One worker is stopped and goes on by turns, as one whose writes wait for a disk."""
+    """Stop one worker and let it go on by turns, as one whose writes wait for a disk."""
     worker = strike.victim()
     is_over = threading.Event()
 
@@ -182,7 +182,7 @@ def open_folder(strike: Strike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreign_link(strike: Strike) -> Iterator[None]:
-    """The runtime folder is a link that another user made. Who is not root makes one of their own."""
+    """Make the runtime folder a link of another user. Without root's rights it is a link of one's own."""
     strike.engines.close()
     folder = _runtime(strike)
     kept = folder.with_name("elsewhere")
@@ -200,7 +200,7 @@ def foreign_link(strike: Strike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planted_record(strike: Strike) -> Iterator[None]:
-    """A record of a process that is no worker, with characters for a terminal in it."""
+    """Write a record of a process that is no worker, with characters for a terminal in it."""
     bystander = subprocess.Popen(["sleep", "600"], env={})
     record = _runtime(strike) / f"worker-{os.stat('/proc/self/ns/pid').st_ino}-{bystander.pid}.json"
     record.write_text(

@@ -89,7 +89,7 @@ def user_exception(strike: Strike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def closed_descriptors(strike: Strike) -> Iterator[None]:
-    """The user's code closes what it has not opened."""
+    """Let the user's code close what it has not opened."""
     worker = strike.victim()
     strike.act()
     strike.engines.train.call("run", _close_descriptors, worker.context.rank)

@@ -83,7 +83,7 @@ def main(scratch: str) -> None:
 
 
 def _limit_descriptors() -> None:
-    """The usual limit of a shell, where a container has a larger one."""
+    """Set the usual limit of a shell, where a container has a larger one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft > 1024:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))

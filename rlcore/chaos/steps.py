@@ -69,7 +69,7 @@ def save(engines: Engines, draw: random.Random) -> None:
 
 
 def save_in_background(engines: Engines, draw: random.Random) -> None:
-    """A save during which training goes on, or waits at once."""
+    """Save while training goes on, or wait for the save at once."""
     number = engines.begin_save()
     pending = engines.train.save(engines.checkpoints, {"number": number}, blocking=False)
     engines.between()
@@ -151,7 +151,7 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def channel(engines: Engines, draw: random.Random) -> None:
-    """A sender and a receiver of a program that has no engines, over a control channel of its own."""
+    """Sync a sender and a receiver of a program without engines, over a control channel of its own."""
     run_rounds(engines.mischief, draw)
 
 

@@ -34,7 +34,11 @@ class CausalHead:
     def __init__(self, model: torch.nn.Module, *, temperature: float = 1.0, in_float32: bool = False) -> None:
         self._model, self._temperature, self._in_float32 = model, temperature, in_float32
         self._weights()  # refuses adapters
-        self._form = measure_logit_form(model, type(model).forward)
+        try:
+            self._form = measure_logit_form(model, type(model).forward)
+        except UnsupportedError as error:
+            error.add_note("The model is as it was: without rlcore's call the trainer scores it by its own head.")
+            raise
 
     def __call__(
         self, hidden_BLH: Tensor, labels_BL: Tensor, *, with_entropy: bool, row_stats: Sequence[str] = ()

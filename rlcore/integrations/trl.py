@@ -25,6 +25,7 @@ from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 import rlcore
+from rlcore.arguments import FLAG, takes
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
 from rlcore.integrations.trl_vllm import PlannedSync
@@ -43,6 +44,7 @@ _ROW_STATS: dict[type, tuple[str, ...]] = {
 _TRAINERS: Any = tuple(_ROW_STATS)
 
 
+@takes("accelerate_trl()", offload_optimizer=FLAG)
 def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Trainer:
     """Put rlcore's kernels under a trainer that has not begun to train; return the trainer.
 
@@ -52,7 +54,7 @@ def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Train
             that sample nothing keep them on the device in any case.
 
     Raises:
-        InvalidInputError: it is none of these trainers.
+        InvalidInputError: it is none of these trainers, or ``offload_optimizer`` is no bool.
         UnsupportedError: it trains with DeepSpeed or FSDP1, its vLLM is a server, or the logits of its model are no
             function that ``linear_logprob`` computes; the trainer is as before.
     """

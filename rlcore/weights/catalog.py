@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -58,6 +58,18 @@ def weights_of(module: nn.Module, adapters: Adapters, conversion: Conversion | N
             yield WeightView(name, None, _on_meta(meta), partial(seen, name, base, view), merged.release)
         else:
             yield WeightView(name, tensors[base], view)
+
+
+def model_weights(module: nn.Module) -> Callable[[], Iterator[WeightView]]:
+    """Return what yields the weights of a module of any kind, by their names in checkpoints.
+
+    Of a transformers model they have the names and the layout of the checkpoint that it was loaded from. Adapters that
+    peft added, in place or around the model, are merged into the weights that are yielded.
+    """
+    inside: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)  # peft's wrapper has it
+    model = module if inside is None else inside()
+    conversion = Conversion(model) if hasattr(model, "_weight_conversions") else None
+    return partial(weights_of, model, "merged", conversion)
 
 
 def stored_tensors(module: nn.Module) -> dict[str, Tensor]:

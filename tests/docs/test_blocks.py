@@ -66,7 +66,7 @@ NOT_RUN = {
     },
     "docs/trl.md": {0: "a part of a program; tests/integrations/test_trl.py makes such calls"},
     "docs/deepspeed.md": {0: "needs DeepSpeed; tests/engines/test_train_deepspeed.py makes such calls"},
-    "docs/vllm.md": dict.fromkeys(range(5), "needs vLLM; tests marked vllm make such calls"),
+    "docs/vllm.md": dict.fromkeys(range(6), "needs vLLM; tests marked vllm make such calls"),
     "docs/weight_sync.md": {
         0: "lines for a program with engines; tests/engines/weight_sync/test_rounds.py makes such calls",
         1: "lines for a program with engines; tests/engines/weight_sync/test_delta.py makes such calls",

@@ -89,6 +89,22 @@ def test_an_adapter_on_the_head_is_refused() -> None:
         CausalHead(adapted.get_base_model())
 
 
+def test_a_model_whose_logits_are_something_else_is_refused_and_stays_as_it_was() -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = BertLMHeadModel(BertConfig(vocab_size=11, is_decoder=True, **sizes))
+    forward = model.forward
+    with pytest.raises(
+        UnsupportedError, match="the output head of BertLMHeadModel is not supported: its log"
+    ) as caught:
+        CausalHead(model)
+    assert caught.value.__notes__ == [
+        "The model is as it was: without rlcore's call the trainer scores it by its own head."
+    ]
+    assert model.forward == forward
+
+
 @PEFT_WARNS
 def test_weights_have_the_names_of_checkpoints_and_those_of_adapters_are_left_out() -> None:
     peft = pytest.importorskip("peft")

@@ -282,6 +282,10 @@ def _with_all_logits(trainer: Any) -> Any:
 def test_another_object_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"accelerate_trl\(\) takes a GRPOTrainer, .* or SFTTrainer, got str"):
         accelerate_trl("trainer")  # type: ignore[type-var]
+    with pytest.raises(
+        InvalidInputError, match=r"accelerate_trl\(\) takes True or False as offload_optimizer, got 'yes'"
+    ):
+        accelerate_trl("trainer", offload_optimizer="yes")  # type: ignore[type-var]
 
 
 def test_a_server_is_refused_and_the_trainer_stays_as_it_was(make: Make) -> None:

@@ -7,25 +7,24 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlcore.bench.cases.models import LEARNING_RATE, learner
 from rlcore.bench.cases.peers.race import PHASES, RaceLoad
+from rlcore.bench.cases.timing import PhaseTimes
 from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns.group_advantage import group_advantage
-from rlcore.meta import meta_device
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.registry import get_device, resolve
 
-_LEARNING_RATE = 1e-6
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _POLL_S = 0.02
 _NUM_SPECIAL = 2
@@ -38,7 +37,8 @@ class Stopwatch:
         self._device = device
         self.steps: list[float] = []
         self.phases: dict[str, list[float]] = {name: [] for name in PHASES}
-        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._times = PhaseTimes(device, PHASES)
+        self.phase = self._times.phase
         self._started = 0.0
         self.peak_bytes = 0
         self._is_over = threading.Event()
@@ -50,24 +50,19 @@ class Stopwatch:
             memory = self._device.memory.info()
             self.peak_bytes = max(self.peak_bytes, memory.total_bytes - memory.free_bytes)
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._device.synchronize()
-        self._spent[name] += time.perf_counter() - started
-
     def begin(self) -> None:
         self._device.synchronize()
-        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._times = PhaseTimes(self._device, PHASES)
+        self.phase = self._times.phase
         self._started = time.perf_counter()
 
     def end(self) -> None:
         self._device.synchronize()
         seconds = time.perf_counter() - self._started
-        self._spent["rest"] = seconds - sum(self._spent.values())
+        spent_in = self._times.seconds
+        spent_in["rest"] = seconds - sum(spent_in.values())
         self.steps.append(seconds)
-        for name, spent in self._spent.items():
+        for name, spent in spent_in.items():
             self.phases[name].append(spent)
 
     def write(self, path: Path, parity: float) -> None:
@@ -122,7 +117,8 @@ def rlcore_side(load_json: str, result: str) -> None:
     load = RaceLoad(**json.loads(load_json))
     device = get_device(load.device)
     watch, tokenizer = Stopwatch(device), _tokenizer(load)
-    train, infer = TrainEngine(_learner(load)), InferenceEngine(load.folder, executor="vllm")
+    policy = learner(load.folder, weight_decay=0.0, fused=True)
+    train, infer = TrainEngine(policy), InferenceEngine(load.folder, executor="vllm")
     is_host = device.spec.is_host
     train.build(
         devices=load.device,
@@ -176,18 +172,6 @@ def _difference(one: Tensor, other: Tensor, mask: Tensor) -> float:
     return float((one - other).abs()[mask].mean())
 
 
-def _learner(load: RaceLoad) -> HuggingFaceTrainModule:
-    from transformers import Qwen2ForCausalLM
-
-    class RacingPolicy(HuggingFaceTrainModule, Qwen2ForCausalLM):  # type: ignore[misc]
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
-
-    with meta_device():
-        policy: HuggingFaceTrainModule = RacingPolicy.from_pretrained(load.folder)
-    return policy
-
-
 # ---------------------------------------------------------------------------------------------------------- TRL
 
 
@@ -236,7 +220,7 @@ def _run_trl(load_json: str, result: str, adopt: Callable[[Any], Any]) -> None:
         num_generations=load.samples,
         max_completion_length=load.new_tokens,
         generation_kwargs={"ignore_eos": True},
-        learning_rate=_LEARNING_RATE,
+        learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         epsilon=_CLIP_LOW,
         epsilon_high=_CLIP_HIGH,

@@ -206,7 +206,7 @@ class Ways:
         return self._timed(self._senders[is_packed].send)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """The trainer's own tensors: it is in this process."""
+        """Yield the trainer's own tensors: it is in this process."""
         yield from self._pair.train.call("named")[0]
 
     def _timed(self, send: Callable[[], Any], *, is_new: bool = True) -> Done:

@@ -72,7 +72,7 @@ def policy(shape: ModelShape, device_type: str) -> Any:
 
         @torch.no_grad()
         def negate(self) -> None:
-            """New weights, and the old ones again after the next time."""
+            """Negate all weights: the next call brings the old ones back."""
             for parameter in self.parameters():
                 parameter.neg_()
 
@@ -83,7 +83,7 @@ def policy(shape: ModelShape, device_type: str) -> Any:
 
 
 def write_folder(module: Any, folder: Path) -> None:
-    """A model folder whose weights take no space: all are zero, and holes in the files."""
+    """Write a model folder whose weights take no space: all are zero, and holes in the files."""
     module.config.save_pretrained(folder)
     headers: list[dict[str, Any]] = [{}]
     end = 0
@@ -161,7 +161,7 @@ class VllmPair:
         self.first_s = time.perf_counter() - started
 
     def _leave_first(self) -> dict[str, tuple[float, float]]:
-        """Seconds out and back: with what the build reserved, when no host memory is ready, and when it was used."""
+        """Return seconds out and back: with memory of the build, with none ready, and with memory used before."""
         found = {}
         self.ready_bytes = self.ask("ready_host_bytes")
         for kind in ("reserved", "cold", "later"):
@@ -177,12 +177,12 @@ class VllmPair:
         return found
 
     def bare_s(self, tag: str) -> tuple[float, int]:
-        """Seconds that the memory of a released tag of vLLM's alone takes to come back, and the pieces it is in."""
+        """Return the seconds to map the memory of a released tag of vLLM again, and its pieces."""
         found = [one for replica in self.ask_each("bare", tag) for one in replica]
         return max(seconds for seconds, _ in found), max(pieces for _, pieces in found)
 
     def step(self) -> None:
-        """The trainer gets new weights."""
+        """Give the trainer new weights."""
         self.train.call("negate")
         self.state ^= 1
 

@@ -278,6 +278,17 @@ def sampling_params(*, is_streamed: bool, **fields: Any) -> Any:
     return SamplingParams(n=1, logprobs=0, detokenize=False, output_kind=kind, **fields)
 
 
+def lora_request(name: str, number: int, path: str) -> Any:
+    """Return vLLM's request for the adapters in a folder.
+
+    Args:
+        number: at least 1, another one for each name.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+
+
 def allocations(tag: str) -> list[VllmAllocation]:
     """Return the device memory that vLLM's allocator has under a tag; addresses stay when it is unmapped."""
     allocator = _allocator()

@@ -6,10 +6,11 @@ leaves through an arena of host blocks, which is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
 from verl.utils.device import get_device_name
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
@@ -20,12 +21,44 @@ from rlcore.errors import InvalidInputError
 _DEVICES = ["cuda", "npu", "xpu", "musa"]
 
 
+class EngineWeights(Iterator[tuple[str, Tensor]]):
+    """All weights of an engine: an iteration is verl's own, of whole tensors; ``in_place()`` reads none.
+
+    Args:
+        engine: whose weights are on the device.
+        stream: verl's; its end sends weights back that were away.
+        away: the tags that were away.
+    """
+
+    def __init__(self, engine: ArenaOffload, stream: Iterator[tuple[str, Tensor]], away: list[str]) -> None:
+        self._engine, self._stream, self._away = engine, stream, away
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._stream)
+
+    @contextmanager
+    def in_place(self, let_go: Callable[[], None]) -> Iterator[nn.Module]:
+        """Give the module, sharded as it is, in place of an iteration.
+
+        Args:
+            let_go: called, now and later, before the memory of weights is freed, which others may have open.
+        """
+        self._engine.let_go = let_go
+        try:
+            yield self._engine.module
+        finally:
+            self._engine.send_back(self._away)
+
+
 class ArenaOffload:
     """Moves weights, optimizer states and gradients of the verl engine that it is mixed into."""
 
     module: Any
     optimizer: Any
     engine_config: Any
+    let_go: Callable[[], None] | None = None
+    """Called before the memory of weights is freed."""
+    _qat_enabled: bool
     _uses_fsdp2_cpu_offload_policy: bool
     _offloader: rlcore.Offloader | None = None
 
@@ -49,8 +82,10 @@ class ArenaOffload:
             return  # FSDP2 moves them itself
         asked = {"weights": model, "optimizer": optimizer, "grads": grad}
         tags = [tag for tag in self._parts().state if asked[tag]]
-        if tags:
-            (self._parts().onload if device == get_device_name() else self._parts().offload)(*tags)
+        if tags and device == get_device_name():
+            self._parts().onload(*tags)
+        else:
+            self.send_back(tags)
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
         with self._present("weights", "optimizer"):
@@ -61,9 +96,13 @@ class ArenaOffload:
             super().load_checkpoint(*args, **options)  # type: ignore[misc]
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[Any], Any]:
+        """Return ``EngineWeights``, or verl's stream where that is no plain export: adapters, quantized weights."""
         away = self._bring("weights")
         weights, peft_config = super().get_per_tensor_param(**options)  # type: ignore[misc]
-        return self._until_read(weights, away), peft_config
+        stream = self._until_read(weights, away)
+        if peft_config is not None or self._qat_enabled or self._uses_fsdp2_cpu_offload_policy:
+            return stream, peft_config
+        return EngineWeights(self, stream, away), None
 
     def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[Any], Any]:
         away = self._bring("weights")
@@ -74,7 +113,7 @@ class ArenaOffload:
         try:
             yield from weights
         finally:
-            self._send_back(away)
+            self.send_back(away)
 
     @contextmanager
     def _present(self, *tags: str) -> Iterator[None]:
@@ -82,7 +121,7 @@ class ArenaOffload:
         try:
             yield
         finally:
-            self._send_back(away)
+            self.send_back(away)
 
     def _bring(self, *tags: str) -> list[str]:
         """Bring tags to the device; return those that were away."""
@@ -91,7 +130,10 @@ class ArenaOffload:
             self._parts().onload(*away)
         return away
 
-    def _send_back(self, tags: list[str]) -> None:
+    def send_back(self, tags: list[str]) -> None:
+        """Move tags to host memory; [] moves nothing."""
+        if "weights" in tags and self.let_go is not None:
+            self.let_go()
         if tags:
             self._parts().offload(*tags)
 

@@ -18,6 +18,8 @@ def _load() -> None:
     importlib.import_module("rlcore.integrations.verl.kernel").install()
     if os.environ.get(ENGINE_VENDOR) == "rlcore":  # verl's engines take seconds to import
         importlib.import_module("rlcore.integrations.verl.engine")
+        rollouts = importlib.import_module("verl.workers.rollout.base")._ROLLOUT_REGISTRY
+        rollouts["vllm", "async"] = "rlcore.integrations.verl.rollout.PlannedServerAdapter"
 
 
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import rlcore
 from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.errors import InvalidInputError, StateError, SyncError
 from rlcore.registry import get_device
+from tests.accuracy import assert_same_bits
 
 
 class Unused:
@@ -49,6 +51,42 @@ def test_one_call_in_one_thread_moves_the_weights() -> None:
     assert receiver.version == 0
     for end in (sender, receiver):
         end.close()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_a_model_is_sent_as_its_checkpoint_has_it_with_adapters_merged(
+    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tie_word_embeddings": False}
+    folder = write_checkpoint(transformers.Qwen3MoeConfig(**tiny_config | experts), seed=0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    in_files = {name: torch.empty_like(tensor) for name, tensor in read_files(folder).items()}
+    assert any(".experts.3.up_proj" in name for name in in_files), "transformers keeps them fused"
+    sender = rlcore.WeightSender(adapted, rlcore.WeightReceiver(in_files))
+    for number in (1, 2):
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                parameter.mul_(1.5)
+        sender.send()
+        merged = copy.deepcopy(adapted).merge_and_unload()
+        merged.save_pretrained(tmp_path / str(number))
+        expected = read_files(tmp_path / str(number))
+        assert expected.keys() == in_files.keys()
+        for name, tensor in expected.items():
+            assert_same_bits(in_files[name], tensor, name)
+    sender.revoke()
+    sender.send()
+    assert_same_bits(in_files["lm_head.weight"], expected["lm_head.weight"], "after revoke()")
+    sender.close()
+
+
+def read_files(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.parametrize("route", ["local", "direct", "packed"])
