@@ -27,12 +27,12 @@ _LEARNING_RATE = 1e-6
 
 
 def _module(folder: Folder) -> Any:
-    class Learner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
+    class ZeroLearner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
         def on_weights_materialized(self) -> None:
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE)
 
     with meta_device():
-        return Learner.from_pretrained(folder.path)
+        return ZeroLearner.from_pretrained(folder.path)
 
 
 def _prepare(device: Device) -> Work:
