@@ -4,19 +4,23 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NO_GPU := not gpu and not multigpu and not vllm
+OFTEN := $(NO_GPU) and not npu_sim and not slow and not ray
 
-.PHONY: quickstart test test-all test-slow check gpu-test bench bench-micro results docs same-python
+.PHONY: quickstart test test-all test-slow ray-test check gpu-test bench bench-micro results docs same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
 
 test: .venv/dev.installed  ## What to run after each change: under five minutes, installation included
-	@$(PYTEST) -m "$(NO_GPU) and not npu_sim and not slow" --every-module $(PYTEST_FLAGS)
+	@$(PYTEST) -m "$(OFTEN)" --every-module $(PYTEST_FLAGS)
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/deepspeed/installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/ray.installed .venv/deepspeed/installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
+
+ray-test: .venv/dev.installed .venv/ray.installed  ## All tests of launcher="ray", some minutes; with hosts of namespaces as root
+	@$(PYTEST) -m "$(NO_GPU) and ray" $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .

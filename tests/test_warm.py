@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm as warm_module
+from tests import warm_process
 from tests.warm import WarmPopen, kill, run_warm, warm
 
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
@@ -110,3 +112,10 @@ def test_a_worker_that_crashes_has_ended_by_that_signal(number: int) -> None:
     code = f"import os; os.abort() if {number == signal.SIGABRT} else os.kill(os.getpid(), {number})"
     with worker(code, env=dict(os.environ)) as process:
         assert process.wait() == -number
+
+
+def test_where_the_kernel_makes_no_sibling_a_worker_begins_as_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_process, "request", lambda *_: -1)
+    monkeypatch.setattr(warm_module, "_started", lambda *_: "")
+    with worker("import sys; print('torch' in sys.modules)", env=dict(os.environ)) as process:
+        assert process.communicate()[0] == b"False\n"

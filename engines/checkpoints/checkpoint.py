@@ -16,6 +16,8 @@ refused.
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from rlcore.engines.checkpoints.damage import DamageError
 from rlcore.engines.checkpoints.data_folder import (
     hold_data_folder,
     is_first_to_commit,
+    is_made,
     is_needed,
     remove_data_folder,
     remove_others,
@@ -45,6 +48,10 @@ from rlcore.engines.checkpoints.saved_tensor import SavedTensor, TensorPart, ope
 from rlcore.engines.checkpoints.tensor_file import Stamp, TensorFile, host_pieces
 from rlcore.errors import CheckpointError
 from rlcore.file_lock import let_go
+
+_SEEN_WITHIN_S = 5.0
+"""File systems of a network may show a new folder to other hosts a little later."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,21 @@ class Save:
             yield
         finally:
             let_go(held)
+
+    def check_shared(self) -> None:
+        """Wait until this worker sees the folder that the first one has made.
+
+        Raises:
+            CheckpointError: it does not: the two are on hosts that do not share ``folder``.
+        """
+        deadline = time.monotonic() + _SEEN_WITHIN_S
+        while not is_made(self.data):
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder} is not one folder for all ranks: host {socket.gethostname()} does not see what "
+                    "rank 0 has made there; give a folder on a file system that all hosts share"
+                )
+            time.sleep(_POLL_S)
 
     def write(
         self,

@@ -39,6 +39,11 @@ def hold_data_folder(data: Path) -> int:
             let_go(descriptor)
 
 
+def is_made(data: Path) -> bool:
+    """Return True once some worker has made the folder."""
+    return (data / _MARKER).exists()
+
+
 def is_first_to_commit(data: Path) -> bool:
     """Return True to one worker only. Two that end together can both find that all files are there."""
     try:

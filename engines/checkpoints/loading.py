@@ -35,6 +35,7 @@ def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
     Raises:
         CheckpointError: missing, damaged, or what ``look`` raised.
     """
+    before: list[str] = []
     while True:
         result: T | None = None
         failure: Exception | None = None
@@ -57,6 +58,14 @@ def agreed(folder: Path, device: Device, look: Callable[[Checkpoint], T]) -> T:
             raise CheckpointError(errors[0])
         if data and all(check.data == data for check in checks):
             return result  # type: ignore[return-value]  # it has been set
+        names = [check.data for check in checks]
+        if names == before and all(names):  # not replaced meanwhile: they would have changed
+            other = next(rank for rank, name in enumerate(names) if name != names[0])
+            raise CheckpointError(
+                f"{folder} is not one folder for all ranks: rank 0 finds {names[0]} in it, and rank {other} finds "
+                f"{names[other]}; give a folder on a file system that all hosts share"
+            )
+        before = names
 
 
 def failure_text(failure: Exception | None) -> str:

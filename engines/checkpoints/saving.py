@@ -76,7 +76,12 @@ class Saver:
         )
         with ExitStack() as undo:
             with self._together(save):
-                undo.enter_context(save.held())
+                if rank == 0:
+                    undo.enter_context(save.held())
+            with self._together(save):
+                if rank > 0:
+                    save.check_shared()
+                    undo.enter_context(save.held())
                 parts = {group: parts_of(named) for group, named in captured.tensors.items()}
                 if blocking:
                     save.write(parts)

@@ -24,6 +24,8 @@ _GRACE_S = 5.0
 STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
 _LONGEST_WAIT_S = 60.0
+_MOST_NOTES = 7
+"""The number of other ranks whose errors are shown; nobody reads those of hundreds."""
 _LOOK_S = 0.5
 """How often workers are looked at that may be stopped."""
 sending = threading.RLock()
@@ -177,9 +179,11 @@ class WorkerGroup:
             wait(futures, _GRACE_S)  # ranks may hear of a death in a collective before the parent hears of it
         errors |= _errors(futures)  # of two that are alike, the first that came is the cause
         error = _cause(errors)
-        for rank, other in errors.items():
-            if other is not error:
-                error.add_note(f"rank {rank} failed too: {first_line(other)}")
+        others = {rank: other for rank, other in errors.items() if other is not error}
+        for rank, other in list(others.items())[:_MOST_NOTES]:
+            error.add_note(f"rank {rank} failed too: {first_line(other)}")
+        if len(others) > _MOST_NOTES:
+            error.add_note(f"and {len(others) - _MOST_NOTES} other ranks failed too")
         if isinstance(error, WorkerDiedError) or not all(future.done() for future in futures):
             error.add_note("the executor's workers were ended; restart() brings them back")
             self._break(error)
@@ -234,8 +238,9 @@ class WorkerGroup:
             return
         for worker in self.workers:
             worker.kill(because)
+        deadline = time.monotonic() + STOP_S
         for worker in self.workers:
-            worker.join(STOP_S)
+            worker.join(max(0.0, deadline - time.monotonic()))
         self._remove_store()
 
     def stop(self) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,9 +31,9 @@ from rlcore.engines.weight_sync.transports import delta
 from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, check_sum, checked_header
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
-from rlcore.engines.weight_sync.transports.process_group import SyncGroup
+from rlcore.engines.weight_sync.transports.process_group import SyncGroup, Turns
 from rlcore.engines.weight_sync.transports.reach import why_unreached
-from rlcore.engines.weight_sync.transports.staging_buffers import check_slot_bytes, views
+from rlcore.engines.weight_sync.transports.staging_buffers import check_slot_bytes, host_device, views
 from rlcore.errors import StateError, SyncError, UnsupportedError
 
 
@@ -68,7 +70,8 @@ class Receiver:
         self._is_reloading = False
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
-        self._buffer: Tensor | None = None
+        self._buffers: list[Tensor] = []
+        """Where buckets of the process group come to."""
         self._rebuilt: Tensor | None = None
         """The bucket that changes are applied to."""
         self._group: SyncGroup | None = None
@@ -292,15 +295,20 @@ class Receiver:
             return []
         return self._events.export()
 
-    def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
-        """Form the process group of the route "collective"; all senders and receivers together."""
+    def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float, is_on_host: bool) -> None:
+        """Form the process group of the route "collective"; all senders and receivers together.
+
+        Args:
+            is_on_host: it is a group of hosts, whatever the devices are.
+        """
         self.leave()
         meet = store_of(rendezvous, self._ask)
-        self._group = SyncGroup(self._device, meet, rank, world_size, timeout_s, address=self._address)
+        device = host_device() if is_on_host else self._device
+        self._group = SyncGroup(device, meet, rank, world_size, timeout_s, address=self._address)
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
-        group, self._group, self._buffer, self._rebuilt = self._group, None, None, None
+        group, self._group, self._buffers, self._rebuilt = self._group, None, [], None
         if group is not None:
             group.leave()
 
@@ -308,17 +316,37 @@ class Receiver:
         """Receive, pass on and unpack bucket after bucket; returns the bytes that each tells."""
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
-        moved = []
-        for one in decoded(receptions, list[Reception], "list of Reception"):
-            order = one.packing
-            check_slot_bytes(order.slot_bytes)
-            if self._buffer is None or self._buffer.numel() != order.slot_bytes:
-                self._buffer = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
-            nbytes = self._group.receive_message(self._buffer, one.source)
-            self._group.send_message(self._buffer[:nbytes], one.relays)
-            moved.append(self._take(order, self._buffer))
+        orders = decoded(receptions, list[Reception], "list of Reception")
+        moved = [self._take(packing, slot) for packing, slot in self._received(self._group, orders)]
         self._device.synchronize()
         return moved
+
+    def _received(self, group: SyncGroup, orders: list[Reception]) -> Iterator[tuple[Packing, Tensor]]:
+        """Receive and pass on each bucket, and yield it; the next one may come meanwhile."""
+
+        def receive(number: int) -> Tensor:
+            slot = self._buffer(orders[number].packing.slot_bytes, number)
+            nbytes = group.receive_message(slot, orders[number].source)
+            group.send_message(slot[:nbytes], orders[number].relays)
+            return slot
+
+        with Turns(self._device) as turns:
+            wait = turns.start(partial(receive, 0)) if orders else None
+            for number, one in enumerate(orders, 1):
+                assert wait is not None
+                slot = wait()
+                wait = turns.start(partial(receive, number)) if number < len(orders) else None
+                yield one.packing, slot
+
+    def _buffer(self, slot_bytes: int, number: int) -> Tensor:
+        """Return the memory for a bucket, [slot_bytes] uint8; on the host the next one is another."""
+        check_slot_bytes(slot_bytes)
+        if not self._buffers or self._buffers[0].numel() != slot_bytes:
+            count = 2 if self._device.spec.is_host else 1
+            self._buffers = [
+                torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
+            ]
+        return self._buffers[number % len(self._buffers)]
 
     def _take(self, order: Packing, slot: Tensor) -> int:
         plan, bucket = self._writing(order.round_id, order.digest), self._bucket(order)

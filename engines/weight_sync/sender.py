@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -22,10 +23,10 @@ from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, checksum
 from rlcore.engines.weight_sync.transports.events import SlotEvents
-from rlcore.engines.weight_sync.transports.process_group import SyncGroup
+from rlcore.engines.weight_sync.transports.process_group import SyncGroup, Turns
 from rlcore.engines.weight_sync.transports.reach import SampleMemory
 from rlcore.engines.weight_sync.transports.sent_buckets import SentBuckets
-from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, views
+from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, host_device, views
 from rlcore.errors import StateError
 from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle
@@ -297,10 +298,11 @@ class Sender:
         BucketHeader(order.round_id, order.bucket, bucket.nbytes, 0, bucket.nbytes).write(slot, total)
         return bucket.payload_bytes, bucket.nbytes, slot
 
-    def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> None:
+    def join(self, rendezvous: str, rank: int, world_size: int, timeout_s: float, is_on_host: bool) -> None:
         """Form a process group: for "collective" all senders and receivers together, for "relayed" all senders."""
         meet = store_of(rendezvous, None)
-        self._groups[rendezvous] = SyncGroup(self._device, meet, rank, world_size, timeout_s, address=self._address)
+        device = host_device() if is_on_host else self._device
+        self._groups[rendezvous] = SyncGroup(device, meet, rank, world_size, timeout_s, address=self._address)
 
     def leave(self, rendezvous: str) -> None:
         """Leave a process group, if it was joined."""
@@ -313,10 +315,14 @@ class Sender:
         sending = decoded(order, Sending, "sending")
         group = self._group(sending.rendezvous)
         sent = 0
-        for one, ranks in zip(sending.packings, sending.receivers, strict=True):
-            told, nbytes, slot = self._fill(one)
-            group.send_message(slot[:nbytes], ranks)
-            sent += told * len(ranks)
+        with Turns(self._device) as turns:
+            wait: Callable[[], None] = lambda: None  # noqa: E731
+            for one, ranks in zip(sending.packings, sending.receivers, strict=True):
+                told, nbytes, slot = self._fill(one)
+                wait()
+                wait = turns.start(partial(group.send_message, slot[:nbytes], ranks))
+                sent += told * len(ranks)
+            wait()
         self._device.synchronize()
         return sent
 

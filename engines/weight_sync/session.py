@@ -300,8 +300,9 @@ class _Round:
 
     @property
     def _around(self) -> Surroundings:
-        machines = [one.machine for one in (*self._agreed.senders, *self._agreed.receivers)]
-        return Surroundings(machines, [summary.are_reached for summary in self._agreed.summaries])
+        ends = [*self._agreed.senders, *self._agreed.receivers]
+        machines, kinds = [one.machine for one in ends], {one.device for one in ends}
+        return Surroundings(machines, kinds, [summary.are_reached for summary in self._agreed.summaries])
 
     def _test_plans(self) -> None:
         summaries = self._all_receivers("self_test")

@@ -179,6 +179,7 @@ class RolloutController:
         self.timeline.begin(TRAINER, "wait")
         try:
             with self._changed:
+                self._refuse_other_version("wait()")
                 while not (chosen := self._bound.choose(wanted)):
                     self._check_progress(wanted, has_deadline=deadline is not None)
                     left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -206,12 +207,16 @@ class RolloutController:
         Returns:
             See ``collate_trajectories``.
         """
+        return collate_trajectories([one.trajectories for one in self.prepare_episodes(dataloader, timeout_s)])
+
+    def prepare_episodes(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> list[Episode]:
+        """Return the episodes that ``prepare_batch`` makes a batch of."""
         self._source.use(dataloader)
         with self._changed:
             self._check_open("prepare_batch()")
             self._fill()
         self._start_due()
-        return collate_trajectories([one.trajectories for one in self.wait(timeout_s=timeout_s)])
+        return self.wait(timeout_s=timeout_s)
 
     # -------------------------------------------------------------------------------------- synchronous
 
@@ -225,6 +230,10 @@ class RolloutController:
             RolloutTimeoutError: they did not end in time, and are cancelled.
             RolloutError: none of them has ended well, or no engine is left.
         """
+        return collate_trajectories([one.trajectories for one in self.rollout_episodes(items, timeout_s)])
+
+    def rollout_episodes(self, items: Sequence[Any], timeout_s: float | None = None) -> list[Episode]:
+        """Return the episodes that ``rollout_batch`` makes a batch of."""
         self.timeline.begin(TRAINER, "wait")
         try:
             episodes = self._run_now(items, timeout_s, self._workflow, self._accept)
@@ -232,7 +241,7 @@ class RolloutController:
             self.timeline.begin(TRAINER, "train")
         with self._changed:
             self._note_given(episodes)
-        return collate_trajectories([one.trajectories for one in episodes])
+        return episodes
 
     @takes("evaluate()", items=LIST, workflow=optional(_WORKFLOW), timeout_s=optional(AT_LEAST_0))
     def evaluate(
@@ -633,7 +642,9 @@ class RolloutController:
                     self._queue.appendleft((number, episode.data))
                 else:
                     self._bound.drop(number)
-            if not is_good or (number not in self._ready and number not in self._direct):
+            if outcome == "rejected":
+                self._counts["tokens_rejected"] += num_sampled
+            elif not is_good or (number not in self._ready and number not in self._direct):
                 self._counts["tokens_discarded"] += num_sampled
             self._changed.notify_all()
         self._start_queued()

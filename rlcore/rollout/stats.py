@@ -29,8 +29,10 @@ class RolloutStats:
     too_stale: int
     """They became too stale, and began anew."""
     tokens_sampled: int
+    tokens_rejected: int
+    """Sampled for episodes that were rejected, such as groups of equal rewards."""
     tokens_discarded: int
-    """Sampled for episodes that were not kept."""
+    """Sampled for episodes that failed, took too long, were cancelled or became too stale."""
     staleness: Mapping[int, int]
     """Versions that the oldest token lagged behind when its episode was given -> number of episodes."""
     sampler_idle: Sequence[float]
@@ -74,7 +76,8 @@ class RolloutStats:
         return (
             f"episodes: {self.given} given, {self.rejected} rejected, {self.failed} failed, "
             f"{self.timed_out} timed out, {self.too_stale} too stale\n"
-            f"tokens: {self.tokens_sampled} sampled, {self.tokens_discarded} discarded\n"
+            f"tokens: {self.tokens_sampled} sampled, {self.tokens_rejected} rejected, "
+            f"{self.tokens_discarded} discarded\n"
             f"staleness -> episodes: {histogram}\n"
             f"idle: samplers {idle}; trainer {self.trainer_idle:.0%}; syncing {self.sync:.0%}"
         )

@@ -214,7 +214,7 @@ CALLS = [
     ("train.state_dict(adapters='some')", "state_dict() takes 'merged', 'base' or 'only' as adapters, got 'some'"),
     ("train.sync_weights(3)", "sync_weights() takes an inference engine or several different ones, got 3"),
     ("train.sync_weights(infer, version=-1)", "version must be a whole number of at least 0, or None, got -1"),
-    ("train.sync_weights(infer, route='magic')", "route must be one of local, direct, packed, collective, or None, go"),
+    ("train.sync_weights(infer, route='magic')", "route must be one of local, direct, packed, collective, relayed, o"),
     ("train.sync_weights(infer, verify='x')", "verify must be True or False, got 'x'"),
     ("train.sync_weights(infer, timeout_s=0)", "timeout_s must be a positive number of seconds, got 0"),
     ("swap(out=[3], in_=[])", "swap() takes pairs of an engine and its tags, such as (train, 'weights') or (train, ()"),

@@ -217,7 +217,8 @@ def test_a_snapshot_that_nobody_reads_is_released(small_blocks: None) -> None:
 def test_a_copy_is_given_up_where_another_worker_has_no_room_for_its_own(
     small_blocks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Saver, "_any", lambda *_: True)
+    has_failed = iter([False, True])  # once rank 0 has made the folder, and once all have made their copies
+    monkeypatch.setattr(Saver, "_any", lambda *_: next(has_failed))
     monkeypatch.setattr(Saver, "_cause", lambda *_: "rank 1: it has no room")
     device = rlcore.get_device("cpu")
     captured = Captured({"weights": {"w": torch.randn(3000)}}, {})

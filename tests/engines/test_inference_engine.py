@@ -298,7 +298,9 @@ def test_a_sync_needs_both_sides_on_the_device(train: rlcore.TrainEngine, infer:
     train.onload()
     with pytest.raises(UnsupportedError, match=r"route='collective' .*it takes a process for each, and 1 hold both"):
         train.sync_weights(infer, route="collective")
-    with pytest.raises(InvalidInputError, match="route must be one of local, direct, packed, collective, or None"):
+    with pytest.raises(
+        InvalidInputError, match="route must be one of local, direct, packed, collective, relayed, or None"
+    ):
         train.sync_weights(infer, route="ipc")  # type: ignore[arg-type]
     several = "takes an inference engine or several different ones, got"
     others: list[Any] = ["x", None, train, [], [infer, infer], [infer, 3]]

@@ -54,7 +54,8 @@ from rlcore.process.python_command import python_command
 from rlcore.process.status import boot_id, pid_namespace
 from rlcore.settings import Settings
 
-_POLL_S = 1.0
+_POLL_S = 10.0
+"""How long ``receive`` waits for something: a program with many hosts spends time on each that has nothing to say."""
 _BATCH_BYTES = 64 << 20
 
 P = ParamSpec("P")
@@ -135,7 +136,7 @@ class Agent:
         return encoded([number for number, process in list(self._processes.items()) if process.is_stopped])
 
     def receive(self) -> bytes:
-        """Return what has been said since the last time; wait a second for something."""
+        """Return what has been said since the last time; wait ``_POLL_S`` for something."""
         found: list[tuple[Said, list[Tensor]]] = []
         nbytes = 0
         try:

@@ -40,6 +40,9 @@ _LOCAL = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # Ray would end an agent with all its workers to free memory
+    "RAY_raylet_start_wait_time_s": "300",  # Ray's own times, of 30 s each, are too short for a busy host
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_niceness": "0",  # an agent's workers inherit it, and Ray's own 15 gives way to all else on the host
 }
 """The variables of a local cluster, where the user's own do not say otherwise."""
 
@@ -128,8 +131,11 @@ class Cluster:
             if self._store is None or not _answers(self._store):
                 self._store = _store_actor(self._ray)
             for link in list(self._links.values()):
-                with contextlib.suppress(StateError):  # of a host that is lost; those who are called there will say so
+                try:
                     link.use_store(self._store)
+                except StateError:
+                    if not link.why_lost:
+                        raise  # of a host that is lost those will say so who are called there
             return StoreRendezvous(self._store)
 
     def _forget(self, link: HostLink) -> None:
@@ -273,6 +279,11 @@ def _start_local(ray: Any) -> None:
     os.environ[MARK] = mark
     try:
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # Ray raises no class of its own
+        raise DeviceError(
+            f"no Ray cluster of this host has started: {first_line(error)}; on a host under much load set "
+            "RAY_agent_register_timeout_ms=600000, or join a cluster that `ray start --head` has started"
+        ) from error
     finally:
         del os.environ[MARK]
     subprocess.Popen(

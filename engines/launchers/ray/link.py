@@ -136,7 +136,7 @@ class HostLink:
     def use_store(self, actor: Any) -> None:
         """Have the agent take its workers' questions to this store actor."""
         if self._store is not actor:
-            self.ask(Agent.use_store, actor)
+            self.ask(Agent.use_store, actor, timeout_s=START_S)
             self._store = actor
 
     def new_store(self) -> str:

@@ -36,6 +36,8 @@ class Surroundings(NamedTuple):
 
     machines: list[str]
     """Boot ids, first those of the senders."""
+    kinds: set[str]
+    """Registered names of all kinds of device."""
     reached: list[list[bool]]
     """For each receiver, and each sender, True if the receiver can open the sender's memory."""
 

@@ -16,7 +16,8 @@ class CollectiveTransport(StagingTransport):
     """Every sender and receiver is in a process and on a device of its own. No memory is shared.
 
     A bucket goes once to each other machine. One of its receivers there takes it, by turns, and passes it on to the
-    others through the same group, which inside a machine has better ways than the network.
+    others through the same group, which inside a machine has better ways than the network. Between devices of different
+    kinds the group is one of hosts (gloo).
     """
 
     route = "collective"
@@ -33,7 +34,8 @@ class CollectiveTransport(StagingTransport):
         self.close(left)
         self.store, self._timeout_s = self._meet(), PATIENCE * left()
         size = len(self._senders) + len(self._receivers)
-        join = [(self.rendezvous, rank, size, self._timeout_s) for rank in range(size)]
+        has_kinds = len(self._around.kinds) > 1  # no library of devices joins them
+        join = [(self.rendezvous, rank, size, self._timeout_s, has_kinds) for rank in range(size)]
         self._beside("join", join[: len(self._senders)], "join", join[len(self._senders) :], left())
         return 0
 

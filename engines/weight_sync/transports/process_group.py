@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from rlcore._torch_private import Store
@@ -13,6 +16,30 @@ from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT
 from rlcore.engines.weight_sync.transports.bucket_header import check_message_bytes, header_of
 from rlcore.errors import SyncError
 from rlcore.process.network_interface import use_interface_of
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Pieces of work that are done one after the other, beside the calling thread where tensors are on the host.
+
+    So a bucket is packed or unpacked while another is on its way. A device's library queues its work on the current
+    stream and returns at once: that is done in the calling thread, when it waits for it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._thread = ThreadPoolExecutor(1) if device.spec.is_host else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin a piece of work; returns what waits for it and returns its result."""
+        return work if self._thread is None else self._thread.submit(work).result
 
 
 class SyncGroup:
@@ -26,6 +53,8 @@ class SyncGroup:
     def __init__(
         self, device: Device, meet: str | Store, rank: int, world_size: int, timeout_s: float, *, address: str = ""
     ) -> None:
+        self._torch_device = device.torch_device
+        """The group's own: the host's where members are on several kinds of device."""
         self._meet = meet  # torch does not keep a store that is written in Python
         use_interface_of(address)
         self._group = new_group(
@@ -34,6 +63,7 @@ class SyncGroup:
 
     def send_message(self, message: Tensor, ranks: Sequence[int]) -> None:
         """Send a packed slot, [n] uint8, all in use: its header, which tells its size, and the rest."""
+        message = message.to(self._torch_device)
         for rank in ranks:
             self._group.send(message[:ALIGNMENT], rank)
             if message.numel() > ALIGNMENT:
@@ -45,11 +75,15 @@ class SyncGroup:
         Raises:
             SyncError: it would not fit.
         """
-        self._group.recv(slot[:ALIGNMENT], rank)
-        header = header_of(slot)
+        here = slot if slot.device == self._torch_device else torch.empty_like(slot, device=self._torch_device)
+        self._group.recv(here[:ALIGNMENT], rank)
+        header = header_of(here)
         check_message_bytes(header, slot.numel())
+        message = here[: header.message_bytes]
         if header.message_bytes > ALIGNMENT:
-            self._group.recv(slot[ALIGNMENT : header.message_bytes], rank)
+            self._group.recv(message[ALIGNMENT:], rank)
+        if here is not slot:
+            slot[: header.message_bytes].copy_(message)
         return header.message_bytes
 
     def leave(self) -> None:

@@ -41,7 +41,8 @@ class RelayedTransport(SharedSlotsTransport):
             self.close(left)
             self.store, self._timeout_s = self._meet(), PATIENCE * left()
             size = len(self._senders)
-            self._senders.call("join", [(self.rendezvous, rank, size, self._timeout_s) for rank in range(size)], left())
+            calls = [(self.rendezvous, rank, size, self._timeout_s, False) for rank in range(size)]
+            self._senders.call("join", calls, left())
         return super()._connect(slot_bytes, left)
 
     def close(self, left: TimeLeft) -> None:

@@ -82,8 +82,8 @@ class Program:
         with rlcore.meta_device():
             self.train = rlcore.TrainEngine(policy(model))
         self.infer = rlcore.InferenceEngine(model)
-        self.train.build(data_parallel_size=2, num_hosts=2, timeout_s=60)
-        self.infer.build(devices=f"host-{'ab'[seed % 2]}/cpu:1", dtype="float32", timeout_s=60)
+        self.train.build(data_parallel_size=2, num_hosts=2, timeout_s=100)
+        self.infer.build(devices=f"host-{'ab'[seed % 2]}/cpu:1", dtype="float32", timeout_s=100)
         self.initial = self.train.state_dict()
         self.number = 0
         self.served = {"model": self.log_probs()}
@@ -138,7 +138,7 @@ class Program:
         assert all(torch.equal(found[name], new[name]) for name in found), "the trainer has other weights than it took"
         first = self.log_probs()
         with rlcore.InferenceEngine(self.model) as another:
-            another.build(devices="host-a/cpu:2", dtype="float32", timeout_s=60)
+            another.build(devices="host-a/cpu:2", dtype="float32", timeout_s=100)
             self.train.sync_weights(another)
             same = [output.outputs[0].logprobs for output in another.generate(PROMPTS, GREEDY)]
         assert first == same, "two samplers of one version differ: one has a mixture"

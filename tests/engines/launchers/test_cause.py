@@ -83,3 +83,11 @@ def test_of_those_that_are_alike_the_first_is_the_cause() -> None:
     first, second = failed(USER, TORCH), failed(USER, TORCH)
     assert raised(Failing(first), Failing(second)) is first
     assert raised(Failing(failed(USER), late=True), Failing(own := failed(USER))) is own
+
+
+def test_of_many_ranks_that_fail_seven_are_shown() -> None:
+    error = raised(*(Failing(failed(USER)) for _ in range(10)))
+    assert [note.partition(":")[0] for note in error.__notes__[:-1]] == [
+        f"rank {rank} failed too" for rank in range(1, 8)
+    ]
+    assert error.__notes__[-1] == "and 2 other ranks failed too"

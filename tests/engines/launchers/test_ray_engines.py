@@ -15,7 +15,7 @@ import rlcore
 from rlcore.errors import InvalidInputError
 from tests.engines.train_batches import assert_same_weights, packed_batch
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
 
 

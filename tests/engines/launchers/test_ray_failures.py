@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from tests.engines.ask import ask_all
 from tests.engines.launchers.conftest import processes_named_in
 from tests.warm import LIMIT_S
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
 
 SOON_S = 45.0
@@ -88,6 +89,7 @@ def agent_pid(host: str) -> int:
     return connect().link(host).facts.pid
 
 
+@pytest.mark.slow
 def test_calls_carry_tensors_events_and_lines(pair: WorkerGroup, ray_host: str, capfd: Any) -> None:
     assert ask_all(pair, "where")[1] == f"rank 1 ({ray_host}/cpu:1) of the test engine"
     for numel in (3, 1 << 18):  # in the message, and beside it
@@ -104,6 +106,7 @@ def test_calls_carry_tensors_events_and_lines(pair: WorkerGroup, ray_host: str, 
     assert "a line of a worker" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_calls_run_in_the_order_in_which_they_were_made(pair: WorkerGroup) -> None:
     (worker, _) = pair.workers
     large = torch.zeros(1 << 20)  # Ray resolves it before it sends the call, and others overtake
@@ -115,6 +118,7 @@ def test_calls_run_in_the_order_in_which_they_were_made(pair: WorkerGroup) -> No
     assert done == sorted(done)
 
 
+@pytest.mark.slow
 def test_an_exception_arrives_with_rank_host_and_traceback(pair: WorkerGroup, ray_host: str) -> None:
     with pytest.raises(WorkerError, match=rf"fail\(\) failed on rank 0 \({ray_host}/cpu:0\): KeyError") as caught:
         ask_all(pair, "fail")
@@ -132,7 +136,7 @@ def test_a_deadline_shows_the_stack(pair: WorkerGroup) -> None:
         ask_all(pair, "echo", 1)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_worker_that_ends_or_stops_is_named(
     how: signal.Signals, pair: WorkerGroup, ray_host: str, wait_until: Callable[..., None]
 ) -> None:
@@ -146,7 +150,7 @@ def test_a_worker_that_ends_or_stops_is_named(
     assert works(ray_host)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_an_agent_that_ends_or_stops_is_a_lost_host(
     how: signal.Signals, pair: WorkerGroup, ray_host: str, wait_until: Callable[..., None]
 ) -> None:
@@ -185,8 +189,11 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_of_a_program_that_ends(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param([signal.SIGKILL], marks=pytest.mark.slow), [signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGTERM]],
+)
+def test_nothing_is_left_of_a_program_that_ends(how: list[signal.Signals], tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     runtime = tmp_path / "run"
@@ -197,7 +204,10 @@ def test_nothing_is_left_of_a_program_that_ends(how: signal.Signals, tmp_path: P
         assert process.stdout is not None
         started, *pids = process.stdout.readline().split()
         assert started == "started" and set(map(int, pids)) <= set(processes_named_in(str(runtime)))
-        process.send_signal(how)
+        for number in how:  # Ctrl-C twice: a second apart, as it is pressed
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
         process.wait(LIMIT_S)
     deadline = time.monotonic() + LIMIT_S
     while left := processes_named_in(str(runtime)):  # those of Ray too: they inherit the variable
@@ -222,6 +232,7 @@ def test_workers_end_when_their_program_is_silent(tmp_path: Path, wait_until: Ca
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_not_there_is_named(ray_host: str) -> None:
     with pytest.raises(DeviceError, match=f"the cluster has no host 'elsewhere' any more; it has {ray_host}"):
         start_workers(Worker, "e", ["elsewhere/cpu:0"], launcher="ray", timeout_s=10)

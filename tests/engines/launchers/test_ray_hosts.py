@@ -18,7 +18,8 @@ import torch
 
 import rlcore
 from rlcore.engines.launchers.launch import start_workers
-from rlcore.errors import DeviceError, InvalidInputError, WorkerDiedError
+from rlcore.engines.launchers.ray._ray_private import plain_bytes
+from rlcore.errors import DeviceError, InvalidInputError, StateError, WorkerDiedError
 from rlcore.process.status import start_time
 from tests.conftest import RunPython
 from tests.engines.ask import ask_all
@@ -140,3 +141,29 @@ def test_ps_lists_the_workers_of_all_hosts(two_raylets: str, run_python: RunPyth
             assert worker.process_id in found[worker.context.host]
     finally:
         group.stop()
+
+
+class Planted:
+    """Makes a file wherever it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def plant(path: str) -> Any:
+    return Planted(Path(path))
+
+
+def test_what_a_host_has_pickled_is_not_unpickled(two_raylets: str, tmp_path: Path) -> None:
+    import ray
+
+    path = tmp_path / "unpickled"
+    answer = ray.remote(plant).options(num_cpus=0).remote(str(path))
+    with pytest.raises(StateError, match="instead of plain bytes"):
+        plain_bytes(answer, 100)
+    assert not path.exists()
+    ray.get(answer)
+    assert path.exists(), "it would have been"

@@ -24,7 +24,7 @@ from tests.warm import LIMIT_S
 __all__ = ["start_hosts"]  # a fixture
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
-pytestmark = [pytest.mark.ray, pytest.mark.hosts, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.hosts]
 
 COMMON = """
     import json, os, sys, time

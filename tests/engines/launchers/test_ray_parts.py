@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
+import re
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,14 +19,29 @@ import pytest
 import torch
 
 import rlcore
+from rlcore import __version__
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.ray import wire
+from rlcore.engines.launchers.ray.agent import Agent
+from rlcore.engines.launchers.ray.cluster import Cluster, _start_local
 from rlcore.engines.launchers.ray.launcher import RayLauncher
+from rlcore.engines.launchers.ray.link import HostLink
 from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
 from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
 from rlcore.engines.launchers.ray.watchdog import MARK, marked
-from rlcore.engines.launchers.ray.wire import PlainTensor, Said, decoded, encoded, plain_tensor, tensor_of
-from rlcore.errors import DeviceError, InvalidInputError
+from rlcore.engines.launchers.ray.wire import (
+    HostFacts,
+    Opened,
+    PlainTensor,
+    Posted,
+    Said,
+    decoded,
+    encoded,
+    plain_tensor,
+    tensor_of,
+)
+from rlcore.engines.launchers.states import GONE
+from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.process.network_interface import interface_variables
 from rlcore.process.python_command import python_command
 from rlcore.process.status import state_of
@@ -181,7 +200,6 @@ def test_what_is_left_of_a_cluster_is_ended_after_its_program() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 def test_a_cluster_without_tokens_is_refused_unless_the_user_insists(run_python: RunPython, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     program = (
@@ -207,6 +225,65 @@ def test_a_cluster_without_tokens_is_refused_unless_the_user_insists(run_python:
     assert "rlcore.init(insecure_cluster=True)" in refused.stdout
     insisted = run_python([str(path), "1"], env=environment)
     assert insisted.stdout == "started\n", insisted.stderr
+
+
+def test_a_host_without_tokens_or_of_another_version_is_refused() -> None:
+    good = HostFacts(pid=1, machine="", rlcore_version=__version__, has_token=True)
+    without, older = (msgspec.structs.replace(good, **one) for one in ({"has_token": False}, {"rlcore_version": "0"}))
+    for is_insecure, facts, reason in [
+        (False, without, r"lets everybody in who reaches its ports, and so run code on host a: start it with RAY_AUTH"),
+        (True, older, rf"host a has rlcore 0, and this is {re.escape(__version__)}; install the same version"),
+    ]:
+        cluster = Cluster(None, is_own=False, is_insecure=is_insecure)
+        cluster._check(SimpleNamespace(host="a", facts=good))
+        with pytest.raises((StateError, InvalidInputError), match=reason):
+            cluster._check(SimpleNamespace(host="a", facts=facts))
+    Cluster(None, is_own=False, is_insecure=True)._check(SimpleNamespace(host="a", facts=without))
+
+
+def test_a_cluster_that_does_not_start_says_what_to_do() -> None:
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.\nMore.")
+
+    with pytest.raises(
+        DeviceError, match=r"has started: The current node timed out .*RAY_agent_register_timeout_ms=600000"
+    ):
+        _start_local(SimpleNamespace(init=init))
+    assert MARK not in os.environ
+
+
+def test_a_message_that_cannot_be_taken_is_the_error_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those after it are taken: they come in the order of their numbers, without a gap."""
+    agent: Any = Agent.__new__(Agent)
+    agent._taking, agent._early, agent._next, agent._said = threading.Lock(), {}, 0, queue.SimpleQueue()
+    agent._processes, taken = {3: None}, []
+
+    def call(process: Any, posted: Posted, body: bytes, tensors: Any) -> None:
+        taken.append(posted.call)
+        if posted.call == 7:
+            raise ValueError("planted")
+
+    agent._call = call
+    for order, number in [(1, 8), (0, 7), (2, 9)]:
+        agent.post(encoded(Posted(order, "call", 3, call=number)))
+    assert taken == [7, 8, 9]
+    said, _ = agent._said.get_nowait()
+    assert (said.kind, said.process, said.call) == ("error", 3, 7) and b"planted" in said.body
+    assert agent._said.empty()
+
+
+def test_a_process_that_ends_before_it_is_known_is_no_error_of_its_host() -> None:
+    link: Any = HostLink.__new__(HostLink)
+    link._lock, link._processes, link._ended_early, link.host = threading.RLock(), {}, set(), "a"
+    link._take(Said("ended", 5))
+    process = link._process(
+        SimpleNamespace(python=""), Opened(process=5, worker=0, pid=1, name="name", local_name="cpu:0")
+    )
+    assert process.stack() == GONE
+    process.engines.clear()
+    assert process.join(0)
+    with pytest.raises(InvalidInputError, match="host a tells of a process 6 that it has not opened"):
+        link._take(Said("result", 6))
 
 
 @pytest.mark.parametrize(

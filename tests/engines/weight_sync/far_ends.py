@@ -16,10 +16,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.weight_sync import receiver as receiver_module
 from rlcore.errors import RlcoreError
 from rlcore.process.framing import take_standard_output
 
@@ -49,8 +51,9 @@ def send(wanted: dict[str, Any], say: Any) -> None:
     controls = rlcore.accept_controls(wanted["address"], wanted.get("num_receivers", 1), key=KEY)
     sender = rlcore.WeightSender(held, controls)
     for version, options in enumerate(wanted["rounds"], 1):
+        every = options.pop("every", 100)
         if options.get("delta") and version > 1:
-            held["large"][version::100] += 1
+            held["large"][version::every] += 1
         else:
             for name, tensor in weights(num_elements, version).items():
                 held[name].copy_(tensor)
@@ -76,6 +79,9 @@ def send(wanted: dict[str, Any], say: Any) -> None:
 
 def receive(wanted: dict[str, Any], say: Any) -> None:
     held = weights(wanted.get("num_elements", 1000), 0)
+    if "kind" in wanted:  # its device says so of itself
+        own = receiver_module.endpoint_info
+        receiver_module.endpoint_info = lambda device: msgspec.structs.replace(own(device), device=wanted["kind"])
     control = rlcore.connect_control(wanted["address"], key=KEY)
     receiver = rlcore.WeightReceiver(held, control)
     error = ""

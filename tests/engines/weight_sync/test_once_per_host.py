@@ -18,7 +18,7 @@ __all__ = ["start_hosts", "two_hosts"]  # fixtures
 MEBI = 1 << 20
 NUM_ELEMENTS = 2 * MEBI  # of 4 bytes
 NBYTES = 4 * NUM_ELEMENTS + 2 * 21
-LIMITED = {"timeout_s": 60, "staging_bytes": MEBI}
+LIMITED = {"timeout_s": 100, "staging_bytes": MEBI}
 
 
 def test_a_bucket_goes_once_to_each_machine_and_by_turns_through_its_ranks() -> None:
@@ -32,22 +32,29 @@ def test_a_bucket_goes_once_to_each_machine_and_by_turns_through_its_ranks() -> 
 @pytest.mark.hosts
 @pytest.mark.slow
 def test_two_receivers_of_a_host_share_what_came(two_hosts: list[Host]) -> None:
+    """In the last round the link goes down, amid changes: one error at each end, and nothing mixed is called whole."""
     here, there = two_hosts
+    here.limit(80)
     common = {"address": f"tcp://{here.address}:5000", "num_elements": NUM_ELEMENTS}
+    delta = LIMITED | {"delta": True}
+    rounds = [delta | {"verify": True}, delta, delta, delta | {"every": 2, "timeout_s": 20}]
     before = here.sent_bytes()
-    rounds = [LIMITED | {"delta": True}] * 3 + [LIMITED | {"verify": True}]
     sending = here.python(*far_end("sender", **common, rounds=rounds, num_receivers=2))
     receiving = [there.python(*far_end("receiver", **common)) for _ in range(2)]
-    whole, told, again, verified = said(sending)
+    wait_until_sent(here, before + int(2.3 * NBYTES))  # and a fourth of what changed in the last round
     gone = here.sent_bytes() - before
+    here.cut()
+    whole, told, again, failed = said(sending)
+    assert "is gone" in failed["error"] and failed["seconds"] < 60
     for one in map(said, receiving):
-        assert [own["digest"] for own in one[:4]] == [own["digest"] for own in (whole, told, again, verified)]
-    assert (whole["route"], whole["network_bytes"], whole["moved_bytes"]) == ("collective", NBYTES, 2 * NBYTES)
+        assert [own["digest"] for own in one[:3]] == [own["digest"] for own in (whole, told, again)]
+        assert one[3]["error"] and (one[3]["is_whole"], one[3]["version"]) == (False, 3)
+    assert (whole["route"], whole["is_delta"]) == ("collective", False)
+    assert (whole["network_bytes"], whole["moved_bytes"]) == (2 * NBYTES, 2 * NBYTES), "verification brings all again"
     for one in (told, again):
         assert one["is_delta"] and one["moved_bytes"] == 2 * one["network_bytes"]
         assert 0.01 * NBYTES < one["network_bytes"] < 0.03 * NBYTES
-    assert verified["network_bytes"] == 2 * NBYTES, "verification brings all once more"
-    assert 3 * NBYTES < gone < 3.3 * NBYTES, "whole once and for verification twice; changes twice; and no more"
+    assert gone < 2.5 * NBYTES, "each byte has gone once"
 
 
 def start_ranks(hosts: list[Host], num_each: int, **wanted: object) -> list[subprocess.Popen[str]]:

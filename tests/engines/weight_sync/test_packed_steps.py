@@ -48,7 +48,7 @@ def test_slots_are_filled_and_emptied_side_by_side(here: str) -> None:
     is_met = here != "both"  # they share the calling thread
     senders = Side("trainer", begun, is_here=here in {"senders", "both"}, is_met=is_met)
     receivers = Side("sampler", begun, is_here=here in {"receivers", "both"}, is_met=is_met)
-    transport = PackedTransport(senders, receivers, StoreFolder, Surroundings([], []))
+    transport = PackedTransport(senders, receivers, StoreFolder, Surroundings([], set(), []))
     transport._counts, transport._slot_bytes = {"plan": [4]}, 1024
     assert transport.move(1, ["plan"], lambda step: False, lambda: DEADLINE_S) == 40
     for side in (senders, receivers):

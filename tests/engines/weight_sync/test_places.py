@@ -65,12 +65,15 @@ def check_that_they_met_by_a_group(sent: list[dict[str, Any]], received: list[di
 def test_processes_that_see_no_folder_together_take_a_group(
     tmp_path: Path, free_address: str, programs: ExitStack
 ) -> None:
-    """Each looks for the other's socket in its own working folder, as containers look in their own /tmp."""
+    """Each looks for the other's socket in its own working folder, as containers look in their own /tmp.
+
+    Their devices are of two kinds, as far as they say, so that the group is one of hosts.
+    """
     runtime = "/proc/self/cwd/runtime"
     found = []
     for which in ("sender", "receiver"):
         (tmp_path / which).mkdir()
-        arguments = far_end(which, address=free_address, rounds=[{}, REFUSED, {}])
+        arguments = far_end(which, address=free_address, rounds=[{}, REFUSED, {}], kind="another")
         environment = {"RLCORE_RUNTIME": runtime, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         program = subprocess.Popen(
             [sys.executable, *arguments],
