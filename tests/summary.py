@@ -49,12 +49,8 @@ ELSEWHERE = {
     "tests/examples/test_examples.py": tuple(
         f"rlcore.examples.{name}"
         for name in (
-            "async_grpo",
-            "framework_author",
-            "hardware_buyer",
-            "researcher",
-            "rlite_tutorial",
-            "sampler_parity",
+            *("async_grpo", "framework_author", "hardware_buyer", "researcher"),
+            *("rlite_tutorial", "sampler_parity"),
         )
     ),
     "tests/rollout/test_reward_pool.py": ("rlcore.rollout.reward_process",),

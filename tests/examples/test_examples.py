@@ -21,7 +21,12 @@ from tests.model_rounding import logprob_rounding
 from tests.warm import ENGINES, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
-ELSEWHERE = ("async_grpo.py", "rlite_tutorial.py", "sampler_parity.py")  # docs/rollout.md, docs/vllm.md
+ELSEWHERE = (
+    "areal_grpo.py",
+    "async_grpo.py",
+    "rlite_tutorial.py",
+    "sampler_parity.py",
+)  # docs/rollout.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]

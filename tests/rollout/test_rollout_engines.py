@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +75,34 @@ def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
                 assert rollout.stats.given == 4 * rollout.version and rollout.stats.tokens_discarded == 0
                 rollout.timeline.save(tmp_path / "timeline.json")
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+
+
+@pytest.mark.slow
+def test_a_killed_sampler_is_replaced_and_no_episode_is_lost(model: Path, train: rlcore.TrainEngine) -> None:
+    """Two samplers in processes of their own; what one had under way goes to the other, and it comes back."""
+    train.build(devices="cpu:0", launcher="inline")
+    samplers = [rlcore.InferenceEngine(model) for _ in range(2)]
+    workflow = SingleTurn(sevens, {"n": 2, "max_tokens": 100, "ignore_eos": True})
+    try:
+        for number, infer in enumerate(samplers):
+            infer.build(devices=f"cpu:{number + 1}", launcher="process", dtype="float32")
+        with RolloutController(samplers, workflow, batch_size=8, max_staleness=1, unhealthy_after_s=10) as rollout:
+            rollout.update_weights(train, version=0)
+            numbers = [rollout.submit(item) for item in ITEMS[:16]]
+            while not all(driver._under_way for driver in rollout._fleet._drivers):
+                time.sleep(0.002)
+            os.kill(samplers[0].executors[0].workers[0].process_id, signal.SIGKILL)
+            found = rollout.wait(8, timeout_s=120)
+            while not rollout.stats.engine_failures:
+                time.sleep(0.05)
+            rollout.update_weights(train)
+            assert [infer.version for infer in samplers] == [1, 1]
+            found += rollout.wait(8, timeout_s=120)
+            assert sorted(one.number for one in found) == numbers
+            stats = rollout.stats
+            assert (stats.given, stats.engine_failures, stats.failed, stats.too_stale) == (16, 1, 0, 0)
+            more = rollout.rollout_episodes(ITEMS[:6])
+            assert [one.oldest_version for one in more] == [1] * 6
+    finally:
+        for infer in samplers:
+            infer.close()

@@ -1,0 +1,169 @@
+"""AReaLite's GRPO program runs, and its names mean here what they mean there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.compat import areal
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.examples import areal_grpo
+from rlcore.quickstart.model import quickstart_model
+from tests.accuracy import assert_within_rounding
+
+CONFIG = """
+experiment_name: test
+trial_name: cpu
+allocation_mode: sglang.d1p1t1+d1p1t1
+async_training: true
+total_train_steps: {steps}
+total_train_epochs: 1
+seed: 1
+tokenizer_path: {path}
+cluster: {{n_nodes: 1}}
+train_dataset: {{batch_size: 4, shuffle: true}}
+gconfig: {{n_samples: 8, max_new_tokens: 3, temperature: 1.0}}
+rollout: {{consumer_batch_size: 4, max_head_offpolicyness: 2, options: {{devices: cpu, dtype: float32}}}}
+actor:
+  path: {path}
+  group_size: 8
+  group_reward_norm: true
+  use_decoupled_loss: true
+  kl_ctl: 0.01
+  ppo_n_minibatches: 2
+  behav_imp_weight_cap: 5
+  optimizer: {{lr: 1e-3, weight_decay: 0}}
+  options: {{devices: cpu}}
+ref: {{path: {path}, options: {{devices: cpu}}}}
+sglang: {{model_path: ignored}}
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quickstart_model(seed=0, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def config(path: Path, tmp_path: Path) -> str:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(CONFIG.format(path=path, steps=12))
+    return str(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_grpo_program_learns(
+    is_async: bool, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A reward that an untrained model finds at once: the share of sevens."""
+    monkeypatch.setattr(areal_grpo, "reward_fn", lambda completions, **others: completions.count("7") / 3)
+    rewards = areal_grpo.main_grpo(["--config", config, f"async_training={str(is_async).lower()}"])
+    assert len(rewards) == 12 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.2
+    assert re.search(r"evaluation [01]\.\d+", capsys.readouterr().out)
+    assert areal.RemoteInfEngine._servers == {}
+
+
+def test_a_configuration_is_checked_by_name_type_and_value(config: str) -> None:
+    found, _ = areal.load_expr_config(["--config", config, "actor.eps_clip=0.3", "gconfig.top_k=5"], areal.GRPOConfig)
+    assert (found.actor.eps_clip, found.actor.optimizer.lr, found.actor.behav_imp_weight_cap) == (0.3, 1e-3, 5.0)
+    assert found.rollout.model_path == found.actor.path and found.gconfig.sampling_params.top_k == 5
+    assert found.gconfig.new(greedy=True, n_samples=1).sampling_params.temperature == 0
+    for override, told in (
+        ("actor.epsclip=1", "actor.epsclip is no field here; did you mean 'eps_clip'"),
+        ("actor.ppo_n_minibatches=0", "must be at least 1, got 0 and 8"),
+        ("async_training=3", "async_training must be a bool, got 3"),
+        ("actor=3", r"actor\. must be a mapping, got 3"),
+        ("x", "an override must be key=value, got 'x'"),
+    ):
+        with pytest.raises(InvalidInputError, match=told):
+            areal.load_expr_config(["--config", config, override], areal.GRPOConfig)
+    with pytest.raises(UnsupportedError, match=r"optimizer\.lr_scheduler_type='cosine' is not supported"):
+        areal.load_expr_config(["--config", config, "actor.optimizer.lr_scheduler_type=cosine"], areal.GRPOConfig)
+    with pytest.raises(InvalidInputError, match="takes --config"):
+        areal.load_expr_config([], areal.GRPOConfig)
+
+
+def test_advantages_are_those_of_arealites_loops() -> None:
+    """Its ``compute_advantages`` token by token: KL rewards, the score at the last token, GAE without values."""
+    generator = torch.Generator().manual_seed(0)
+    config = areal.PPOActorConfig(
+        group_size=2, group_reward_norm=True, discount=0.9, gae_lambda=0.8, adv_norm=False, reward_scaling=2.0
+    )
+    mask = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 1, 0, 0]])
+    batch = {
+        "rewards": torch.tensor([1.0, 0.0, 0.5, 0.25]),
+        "loss_mask": mask,
+        "logprobs": torch.randn(4, 5, generator=generator) * mask,
+        "ref_logp": torch.randn(4, 5, generator=generator) * mask,
+    }
+    areal.FSDPPPOActor(config).compute_advantages(batch)
+    scores = 2 * batch["rewards"].double().view(2, 2)
+    scores = ((scores - scores.mean(1, True)) / (scores.std(1, keepdim=True) + 1e-9)).flatten()
+    expected = torch.zeros(4, 5, dtype=torch.float64)
+    for row in range(4):
+        advantage, tokens = 0.0, mask[row].nonzero().flatten().tolist()
+        for at in reversed(tokens):
+            reward = -config.kl_ctl * float(batch["logprobs"][row, at].double() - batch["ref_logp"][row, at].double())
+            reward += float(scores[row]) if at == tokens[-1] else 0.0
+            advantage = reward + 0.9 * 0.8 * advantage
+            expected[row, at] = advantage
+    assert_within_rounding(batch["advantages"], expected, terms=40, magnitude=torch.full_like(expected, 2.0))
+
+
+class Answers(areal.RolloutWorkflow):
+    async def arun_episode(self, engine: areal.EpisodeEngine, data: Any) -> Any:
+        if data is None:
+            return {"input_ids": torch.zeros(1, 1)}
+        found = await engine.agenerate(
+            areal.ModelRequest([1, 2, data], areal.GenerationHyperparameters(max_new_tokens=3))
+        )
+        assert (found.input_len, len(found.output_versions)) == (3, found.output_len)
+        assert found.stop_reason in ("stop", "length")
+        length = found.input_len + found.output_len
+        return {
+            "input_ids": torch.tensor([found.input_tokens + found.output_tokens]),
+            "loss_mask": torch.tensor([[0, 0, 0] + [1] * found.output_len]),
+            "logprobs": torch.tensor([[0.0] * 3 + found.output_logprobs]),
+            "versions": torch.tensor([[-1] * 3 + found.output_versions]),
+            "attention_mask": torch.ones(1, length, dtype=torch.bool),
+            "rewards": torch.tensor([float(data)]),
+        }
+
+
+def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path) -> None:
+    options = {"devices": "cpu", "dtype": "float32"}
+    config = areal.InferenceEngineConfig(model_path=str(path), consumer_batch_size=2, options=options)
+    one, other = areal.RemotevLLMEngine(config), areal.RemoteInfEngine(config)
+    with pytest.raises(StateError, match="the rollout engine is not initialized; call initialize"):
+        one.get_version()
+    with pytest.raises(UnsupportedError, match="there is no server"):
+        one.initialize("host:1")
+    one.initialize(None)
+    other.initialize(None)
+    other.set_version(10**12)
+    assert one.controller is other.controller and (one.get_version(), other.get_version()) == (0, 10**12)
+    for item in (3, 4):
+        one.submit(item, Answers())
+        other.submit(item + 2, Answers())
+    assert one.wait(2, timeout=60)["rewards"].tolist() == [3, 4]
+    assert other.wait(2)["rewards"].tolist() == [5, 6] and one.controller.stats.given == 2
+    assert one.rollout_batch([7], Answers()).to("cpu").batch_size == (1,)
+    with pytest.raises(Exception, match=r"none of 1 episodes ended well: .*loss_mask, logprobs, versions, rewards is"):
+        one.rollout_batch([None], Answers())
+    one.destroy()
+    other.destroy()
+    assert areal.RemoteInfEngine._servers == {}
+    with pytest.raises(UnsupportedError, match=r"WeightUpdateMeta\(type='awex'\) is not supported"):
+        areal.WeightUpdateMeta("awex")
+    with pytest.raises(StateError, match=r"finds nobody who waits; call rollout\.update_weights"):
+        areal.FSDPPPOActor(areal.PPOActorConfig()).upload_weights(areal.WeightUpdateMeta.from_fsdp_nccl())
+    with pytest.raises(StateError, match="the actor is not initialized"):
+        areal.FSDPPPOActor(areal.PPOActorConfig()).train()
+    with pytest.raises(UnsupportedError, match="dump_dir"):
+        areal.RLVRWorkflow(len, areal.GenerationHyperparameters(), None, dump_dir="x")
+    assert areal.WeightUpdateMeta.from_fsdp_xccl().type == "xccl"
