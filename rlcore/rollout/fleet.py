@@ -145,6 +145,7 @@ class Fleet:
 
     def _failed(self, driver: EngineDriver, error: RlcoreError, lost: list[Request]) -> None:
         with self._lock:
+            self.num_moved += len(lost)
             index = next((index for index, one in enumerate(self._drivers) if one is driver), None)
             if index is not None and index not in self.failures:
                 self.failures[index] = error
@@ -152,7 +153,6 @@ class Fleet:
                 _log.warning(
                     "%s is taken out: %s; its %d requests go elsewhere", driver.name, first_line(error), len(lost)
                 )
-            self.num_moved += len(lost)
         for request in lost:
             self._place(request)
         self._on_change()
