@@ -95,7 +95,7 @@ class RolloutController:
         max_failures_in_row: int = 32,
         unhealthy_after_s: float = 60.0,
     ) -> None:
-        engines = _engines(infer)
+        engines, defaults = _engines(infer), SamplingParams.of(sampling_params)
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
         self._workflow, self._accept = workflow, accept
@@ -111,7 +111,7 @@ class RolloutController:
         self._fleet = Fleet(engines, self.timeline, unhealthy_after_s=unhealthy_after_s, on_change=self._wake)
         self._runner = EpisodeRunner(
             self._fleet,
-            defaults=SamplingParams.of(sampling_params),
+            defaults=defaults,
             reader=self._reader,
             episode_timeout_s=episode_timeout_s,
             on_end=self._note_end,
@@ -285,7 +285,7 @@ class RolloutController:
         Raises:
             InvalidInputError: it is lower than the version of now, or not what the engines serve.
         """
-        served = {engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)}
+        served = self._fleet.served_versions
         if served - {version}:
             raise InvalidInputError(
                 f"set_version({version!r}) must be the version that the engines serve, {sorted(served)}: give "
@@ -446,15 +446,12 @@ class RolloutController:
         return "they were rejected" if last is None else one_line(last)
 
     def _refuse_other_version(self, purpose: str) -> None:
-        served = {engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)}
+        served = self._fleet.served_versions
         if served - {self.version}:
             raise StateError(
                 f"{purpose} is refused: the engines serve version {min(served)} and the controller is at "
                 f"{self.version}; call update_weights(train, version=controller.version)"
             )
-
-    def _is_healthy(self, index: int) -> bool:
-        return index not in self._fleet.failures
 
     def _wake(self) -> None:
         with self._changed:
@@ -468,16 +465,13 @@ class RolloutController:
     def _start_queued(self) -> None:
         """Begin what is due. It runs in the loop's thread alone, so that Ctrl-C can never lose an item in between."""
         with self._changed:
-            if self._is_paused or self._is_closed or self._bound.version != self._served_version():
+            served = min(self._fleet.served_versions, default=self.version)
+            if self._is_paused or self._is_closed or self.version != served:
                 return
             episodes = self._episodes
             while episodes.queued and self._bound.capacity and episodes.failures_in_row < self._max_failures_in_row:
                 number, data = episodes.begin()
                 self._runner.start(number, data, self._workflow, self._accept)
-
-    def _served_version(self) -> int:
-        versions = [engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)]
-        return min(versions, default=self._bound.version)
 
     def _note_end(self, end: EpisodeEnd) -> None:
         with self._changed:

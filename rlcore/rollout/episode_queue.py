@@ -21,8 +21,8 @@ _FORMAT = 1
 class EpisodeQueue:
     """Keeps items and episodes in order. It is plain data: no threads, no clock.
 
-    Locks: it has none. Whoever shares it between threads holds a lock of his own around each use of a method or an
-    attribute; none of them waits, and only ``fill`` runs a user's code: it iterates over the dataloader.
+    Locks: it has none. Whoever shares it between threads holds a lock around each use of a method or an attribute. No
+    method waits, and only ``fill`` and ``state_dict`` run a user's code: that of the dataloader.
 
     An episode that somebody waits for by itself has a number, and is counted, but is not kept here ("direct").
 

@@ -61,6 +61,11 @@ class Fleet:
     def num_healthy(self) -> int:
         return len(self.engines) - len(self.failures)
 
+    @property
+    def served_versions(self) -> set[int]:
+        """The versions of the weights that the healthy engines serve."""
+        return {engine.version for index, engine in enumerate(self.engines) if index not in self.failures}
+
     def submit(
         self, prompt: Prompt, params: SamplingParams, deliver: Callable[[RequestOutput | RlcoreError], None]
     ) -> Request:

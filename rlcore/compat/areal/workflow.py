@@ -1,4 +1,4 @@
-"""What a workflow of AReaLite asks and returns, and ``RLVRWorkflow``."""
+"""``RolloutWorkflow``: AReaLite's class of workflows, its requests and responses, and ``RLVRWorkflow``."""
 
 from __future__ import annotations
 
