@@ -340,16 +340,22 @@ class RolloutController:
             self._episodes.load_state_dict(state)
 
     def close(self) -> None:
-        """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing."""
+        """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing.
+
+        Raises:
+            TimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
+        """
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
             self._episodes.queued.clear()
             self._changed.notify_all()
-        self._runner.close(_CLOSE_S)
-        self._fleet.close()
-        self.timeline.end(TRAINER)
+        try:
+            self._runner.close(_CLOSE_S)
+        finally:
+            self._fleet.close()
+            self.timeline.end(TRAINER)
 
     def __enter__(self) -> Self:
         return self
@@ -433,6 +439,7 @@ class RolloutController:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not all(future.done() for future in futures):
+                self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
                 if error := self._fleet.why_none():
                     raise error
                 left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())

@@ -184,6 +184,24 @@ def test_ctrl_c_in_wait_takes_nothing_and_close_leaves_no_thread_and_no_request(
     until(lambda: set(threading.enumerate()) <= before)
 
 
+def test_a_batch_that_another_thread_waits_for_ends_with_the_controller() -> None:
+    told: list[str] = []
+
+    def wait(rollout: RolloutController) -> None:
+        try:
+            rollout.rollout_batch([10**9])
+        except StateError as error:
+            told.append(str(error))
+
+    engine = SimulatedEngine(step_s=0.001)
+    with controller(engine) as rollout:
+        waiting = threading.Thread(target=wait, args=(rollout,), daemon=True)
+        waiting.start()
+        until(lambda: engine.num_under_way)
+    waiting.join(60)
+    assert told == ["rollout_batch() is refused: the RolloutController is closed; make another"]
+
+
 def test_a_program_with_an_event_loop_of_its_own_awaits_batches() -> None:
     async def program() -> list[int]:
         for steps in (3, 1):
