@@ -41,6 +41,15 @@ from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, named_tensors, whole
 
+_REFUSED = {
+    "Adagrad": "DeepSpeed makes another of its own",
+    "Adafactor": "it looks at rows, columns and whole parameters, and ZeRO gives it flat parts of a group",
+    "Muon": "it takes matrices, and ZeRO gives it flat parts of a group",
+    "LBFGS": "it computes the loss again within a step",
+    "SparseAdam": "it takes sparse gradients, and those of ZeRO are dense",
+}
+"""Optimizers of torch that cannot step flat parts of a group, or that DeepSpeed does not take as they are."""
+
 
 class DeepSpeedExecutor(TrainExecutor):
     """One rank: owns its partitions of the module on one device."""
@@ -246,11 +255,11 @@ def checked_optimizer(module: TrainModule) -> Optimizer | None:
     if not found:
         return None
     (optimizer,) = found.values()
-    if isinstance(optimizer, torch.optim.Adagrad):
-        raise UnsupportedError(
-            f"torch.optim.Adagrad as the optimizer of {name}",
-            "DeepSpeed makes another of its own; use another optimizer, or executor='fsdp2'",
-        )
+    for kind, why in _REFUSED.items():
+        if isinstance(optimizer, getattr(torch.optim, kind, ())):  # older torch does not have all of them
+            raise UnsupportedError(
+                f"torch.optim.{kind} as the optimizer of {name}", f"{why}; use another optimizer, or executor='fsdp2'"
+            )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:

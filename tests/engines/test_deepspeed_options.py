@@ -90,12 +90,18 @@ class Adagrad(Regression):
         self.optimizer = torch.optim.Adagrad(self.parameters())
 
 
+class Adafactor(Regression):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.Adafactor(self.parameters())
+
+
 @pytest.mark.parametrize(
     ("module_class", "message"),
     [
         (TwoOptimizers, "the optimizers first, second of TwoOptimizers .*DeepSpeed shards one"),
         (LeavesOneOut, r"1 parameters of LeavesOneOut that no optimizer has, the first of them embed\.weight,"),
         (Adagrad, r"torch\.optim\.Adagrad as the optimizer of Adagrad"),
+        (Adafactor, r"torch\.optim\.Adafactor as .* flat parts of a group; use another optimizer"),
     ],
 )
 def test_optimizers_that_zero_cannot_shard_are_refused(module_class: Any, message: str) -> None:
