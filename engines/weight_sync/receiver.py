@@ -481,6 +481,10 @@ class Receiver:
         self._imported.close()
         self._events.drop()
 
+    def lose_weights(self) -> None:
+        """Note that the target's memory was released without a copy: the next round brings all weights."""
+        self._round.lose()
+
     def reloaded(self) -> None:
         """Take the target for whole: it was loaded from elsewhere, such as from disk."""
         self._round.reloaded()
