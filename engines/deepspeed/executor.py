@@ -22,7 +22,7 @@ from rlcore.engines.deepspeed.memory import ZeroGradients, optimizer_tensors
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.deepspeed.partitions import Partitions, chunks
 from rlcore.engines.deepspeed.train_state import ZeroTrainState
-from rlcore.engines.deepspeed.zero import Zero
+from rlcore.engines.deepspeed.zero import Zero, check_kind
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.state import check_state
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
@@ -40,15 +40,6 @@ from rlcore.nn import TrainModule, optimizers_of
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, named_tensors, whole
-
-_REFUSED = {
-    "Adagrad": "DeepSpeed makes another of its own",
-    "Adafactor": "it looks at rows, columns and whole parameters, and ZeRO gives it flat parts of a group",
-    "Muon": "it takes matrices, and ZeRO gives it flat parts of a group",
-    "LBFGS": "it computes the loss again within a step",
-    "SparseAdam": "it takes sparse gradients, and those of ZeRO are dense",
-}
-"""Optimizers of torch that cannot step flat parts of a group, or that DeepSpeed does not take as they are."""
 
 
 class DeepSpeedExecutor(TrainExecutor):
@@ -255,11 +246,7 @@ def checked_optimizer(module: TrainModule) -> Optimizer | None:
     if not found:
         return None
     (optimizer,) = found.values()
-    for kind, why in _REFUSED.items():
-        if isinstance(optimizer, getattr(torch.optim, kind, ())):  # older torch does not have all of them
-            raise UnsupportedError(
-                f"torch.optim.{kind} as the optimizer of {name}", f"{why}; use another optimizer, or executor='fsdp2'"
-            )
+    check_kind(optimizer, name)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:

@@ -410,6 +410,8 @@ class _Round:
 
     def _why_no_base(self, base: SentRound | None, kept: Sequence[int | None]) -> str:
         """Return why changes since the last round do not do; "" if they do."""
+        if all(one is None for one in kept):
+            return "no weight goes by plan: the engine's own loader takes all of them, whole"
         if base is None:
             return "there is no base yet: the round before was none with delta=True between these, or it failed"
         if (base.kind, base.digests, base.staging_bytes) != (

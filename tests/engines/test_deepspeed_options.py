@@ -12,6 +12,7 @@ import rlcore
 from rlcore.engines.deepspeed.executor import checked_optimizer
 from rlcore.engines.deepspeed.library import check_installed
 from rlcore.engines.deepspeed.options import ZeroOptions
+from rlcore.engines.deepspeed.zero import Zero
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 from .train_policy import Regression, regression_weights
@@ -109,3 +110,13 @@ def test_optimizers_that_zero_cannot_shard_are_refused(module_class: Any, messag
     module.on_weights_materialized()
     with pytest.raises(UnsupportedError, match=message):
         checked_optimizer(module)
+
+
+def test_a_closure_is_refused_and_not_forgotten() -> None:
+    module = LeavesOneOut(regression_weights())
+    module.on_weights_materialized()
+    zero = Zero.__new__(Zero)
+    zero._module, zero._is_stepping = module, False
+    zero._take_over(module.optimizer)
+    with pytest.raises(UnsupportedError, match=r"step\(closure\) .* of LeavesOneOut .* without a closure"):
+        module.optimizer.step(lambda: 0.0)
