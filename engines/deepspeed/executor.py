@@ -22,7 +22,7 @@ from rlcore.engines.deepspeed.memory import ZeroGradients, optimizer_tensors
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.deepspeed.partitions import Partitions, chunks
 from rlcore.engines.deepspeed.train_state import ZeroTrainState
-from rlcore.engines.deepspeed.zero import Zero
+from rlcore.engines.deepspeed.zero import Zero, check_kind
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.state import check_state
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
@@ -246,11 +246,7 @@ def checked_optimizer(module: TrainModule) -> Optimizer | None:
     if not found:
         return None
     (optimizer,) = found.values()
-    if isinstance(optimizer, torch.optim.Adagrad):
-        raise UnsupportedError(
-            f"torch.optim.Adagrad as the optimizer of {name}",
-            "DeepSpeed makes another of its own; use another optimizer, or executor='fsdp2'",
-        )
+    check_kind(optimizer, name)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:

@@ -22,11 +22,19 @@ from torch.optim import Optimizer
 from rlcore.device import Device
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.executors.strategy import ShardingStrategy
-from rlcore.errors import StateError
+from rlcore.errors import StateError, UnsupportedError
 from rlcore.nn import TrainModule, optimizers_of
 
 T = TypeVar("T")
 _OWNER = "_rlcore_zero"
+_REFUSED = {
+    "Adagrad": "DeepSpeed makes another of its own",
+    "Adafactor": "it looks at rows, columns and whole parameters, and ZeRO gives it flat parts of a group",
+    "Muon": "it takes matrices, and ZeRO gives it flat parts of a group",
+    "LBFGS": "it computes the loss again within a step",
+    "SparseAdam": "it takes sparse gradients, and those of ZeRO are dense",
+}
+"""Optimizers of torch that cannot step flat parts of a group, or that DeepSpeed does not take as they are."""
 
 
 class _Root(nn.Module):
@@ -88,6 +96,7 @@ class Zero(ShardingStrategy):
                 "on_weights_materialized() made, by which DeepSpeed has laid out its memory; call restart()"
             )
         (new,) = found
+        check_kind(new, name)
         for group, before in zip(new.param_groups, self.optimizers[0].param_groups, strict=True):
             group["params"] = before["params"]
         self.optimizer = new
@@ -196,6 +205,11 @@ class Zero(ShardingStrategy):
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._is_stepping:
                 return inner(*args, **kwargs)
+            if any(one is not None for one in (*args, *kwargs.values())):
+                raise UnsupportedError(
+                    f"step(closure) of the optimizer of {type(self._module).__name__}",
+                    "ZeRO steps once, by gradients that it has; call backward() first, then step() without a closure",
+                )
             self.zero_optimizer.clip_grad = 0.0
             self._engine_step()
             self.release()
@@ -229,6 +243,15 @@ class Zero(ShardingStrategy):
         if self.engine is not None:
             self.engine.destroy()
             self.engine = None
+
+
+def check_kind(optimizer: Optimizer, name: str) -> None:
+    """Raise UnsupportedError for an optimizer, of a module of class ``name``, that cannot step flat tensors."""
+    for kind, why in _REFUSED.items():
+        if isinstance(optimizer, getattr(torch.optim, kind, ())):  # older torch does not have all of them
+            raise UnsupportedError(
+                f"torch.optim.{kind} as the optimizer of {name}", f"{why}; use another optimizer, or executor='fsdp2'"
+            )
 
 
 def _routed_call(module: Any, *args: Any, **kwargs: Any) -> Any:
