@@ -11,7 +11,7 @@ OFTEN := $(NO_GPU) and not npu_sim and not slow and not ray
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
 
-test: .venv/dev.installed  ## What to run after each change: under five minutes, installation included
+test: .venv/dev.installed  ## What to run after each change; minutes, installation included
 	@$(PYTEST) -m "$(OFTEN)" --every-module $(PYTEST_FLAGS)
 
 test-all: test test-slow  ## Everything that needs no GPU

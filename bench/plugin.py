@@ -12,7 +12,7 @@ from rlcore.hookspecs import RegisterBenchmark, hookimpl
 _MODULES = (
     "attention", "collectives", "dispatch", "ipc", "kernel_scans", "kernels",
     "materialize", "memory", "offload", "product", "quickstart", "reinforcement", "startup",
-    "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers",
+    "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers", "zero",
 )  # fmt: skip
 PEERS = Path(__file__).parent / "cases" / "peers"
 """The folder of what needs vLLM, Liger, TRL, flash-attn and the like."""

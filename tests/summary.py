@@ -45,6 +45,7 @@ ELSEWHERE = {
         "rlcore.engines.launchers.worker_main",
         "rlcore.engines.launchers.worker_server",
     ),
+    "tests/engines/launchers/test_ray_hosts.py": ("rlcore.engines.launchers.ray.listing",),
     "tests/engines/sampling/vllm/test_vllm_serve.py": ("rlcore.engines.sampling.vllm.plugin",),
     "tests/examples/test_examples.py": tuple(
         f"rlcore.examples.{name}"
@@ -57,7 +58,7 @@ ELSEWHERE = {
     "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
     "tests/integrations/test_verl.py": (
         "rlcore.integrations.verl",
-        *(f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin")),
+        *(f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin", "rollout")),
     ),
     "tests/kernels/interpreted_triton.py": ("rlcore.kernels.linear.rows", "rlcore.kernels.linear.tiled"),
 }

@@ -22,7 +22,7 @@ from rlcore.engines.deepspeed.memory import ZeroGradients, optimizer_tensors
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.deepspeed.partitions import Partitions, chunks
 from rlcore.engines.deepspeed.train_state import ZeroTrainState
-from rlcore.engines.deepspeed.zero import Zero
+from rlcore.engines.deepspeed.zero import Zero, check_kind
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.state import check_state
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
@@ -124,7 +124,7 @@ class DeepSpeedExecutor(TrainExecutor):
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
         assert self.zero is not None
-        self.zero.check_optimizer()
+        self.zero.adopt_optimizer()
         return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self.zero)
 
     def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
@@ -182,7 +182,7 @@ class DeepSpeedExecutor(TrainExecutor):
 
     def _state(self) -> ZeroTrainState:
         assert self.zero is not None
-        self.zero.check_optimizer()
+        self.zero.adopt_optimizer()
         self.zero.release()
         return ZeroTrainState(self.zero, self.module, self._partitions, self._class_name)
 
@@ -246,11 +246,7 @@ def checked_optimizer(module: TrainModule) -> Optimizer | None:
     if not found:
         return None
     (optimizer,) = found.values()
-    if isinstance(optimizer, torch.optim.Adagrad):
-        raise UnsupportedError(
-            f"torch.optim.Adagrad as the optimizer of {name}",
-            "DeepSpeed makes another of its own; use another optimizer, or executor='fsdp2'",
-        )
+    check_kind(optimizer, name)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:

@@ -177,6 +177,15 @@ class ZeroTrainState:
             group.update({key: value for key, value in hyper.items() if key != "params"})
         parameters = [parameter for group in self._zero.groups for parameter in group]
         group_of = [number for number, group in enumerate(self._zero.groups) for _ in group]
+        with self._partitions.shaped(self._module):
+            has_dims = [bool(parameter.dim()) for parameter in parameters]
+        # such as the step, and the product of NAdam's momenta; a parameter without dimensions has states like that
+        scalars = {_STEP} | {
+            key
+            for number, own_states in by_parameter.items()
+            for key, tensor in own_states.items()
+            if has_dims[number] and not tensor.shape
+        }
         made: dict[int, dict[str, Any]] = {}
         for number, parameter in enumerate(parameters):
             own = self._elements.get(id(parameter))
@@ -184,7 +193,7 @@ class ZeroTrainState:
                 continue
             flat, target = self._masters[own.flat], made.setdefault(own.flat, {})
             for key, tensor in by_parameter.get(number, {}).items():
-                if math.prod(tensor.shape) == 1 and key == _STEP:
+                if math.prod(tensor.shape) == 1 and key in scalars:
                     on_device = any(
                         optimizer.param_groups[group_of[number]].get(one) for one in ("fused", "capturable")
                     )

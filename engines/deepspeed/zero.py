@@ -22,11 +22,19 @@ from torch.optim import Optimizer
 from rlcore.device import Device
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.executors.strategy import ShardingStrategy
-from rlcore.errors import StateError
+from rlcore.errors import StateError, UnsupportedError
 from rlcore.nn import TrainModule, optimizers_of
 
 T = TypeVar("T")
 _OWNER = "_rlcore_zero"
+_REFUSED = {
+    "Adagrad": "DeepSpeed makes another of its own",
+    "Adafactor": "it looks at rows, columns and whole parameters, and ZeRO gives it flat parts of a group",
+    "Muon": "it takes matrices, and ZeRO gives it flat parts of a group",
+    "LBFGS": "it computes the loss again within a step",
+    "SparseAdam": "it takes sparse gradients, and those of ZeRO are dense",
+}
+"""Optimizers of torch that cannot step flat parts of a group, or that DeepSpeed does not take as they are."""
 
 
 class _Root(nn.Module):
@@ -71,14 +79,29 @@ class Zero(ShardingStrategy):
             self._take_over(optimizer)
         self._route_calls()
 
-    def check_optimizer(self) -> None:
-        """Raise StateError if the module has another optimizer than when it was built, which ZeRO does not know."""
-        if list(optimizers_of(self._module).values()) != self.optimizers:
-            name = type(self._module).__name__
+    def adopt_optimizer(self) -> None:
+        """Step by the optimizer that a method of the module has made in place of the first, from no states.
+
+        Raises:
+            StateError: its groups have other parameters than those of the first.
+        """
+        found = list(optimizers_of(self._module).values())
+        if found == self.optimizers:
+            return
+        name = type(self._module).__name__
+        given = [[id(one) for one in group["params"]] for group in found[0].param_groups] if len(found) == 1 else None
+        if given != [[id(one) for one in group] for group in self.groups]:
             raise StateError(
-                f"the optimizer of this {name} is another than on_weights_materialized() made, and DeepSpeed does not "
-                "know it; change the values of its groups instead, or call restart()"
+                f"the optimizer of this {name} has other groups of parameters than the one that "
+                "on_weights_materialized() made, by which DeepSpeed has laid out its memory; call restart()"
             )
+        (new,) = found
+        check_kind(new, name)
+        for group, before in zip(new.param_groups, self.optimizers[0].param_groups, strict=True):
+            group["params"] = before["params"]
+        self.optimizer = new
+        set_inner_optimizer(self.engine, new)
+        self._take_over(new)
 
     # -------------------------------------------------------------------------------------------- the step
 
@@ -182,6 +205,11 @@ class Zero(ShardingStrategy):
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._is_stepping:
                 return inner(*args, **kwargs)
+            if any(one is not None for one in (*args, *kwargs.values())):
+                raise UnsupportedError(
+                    f"step(closure) of the optimizer of {type(self._module).__name__}",
+                    "ZeRO steps once, by gradients that it has; call backward() first, then step() without a closure",
+                )
             self.zero_optimizer.clip_grad = 0.0
             self._engine_step()
             self.release()
@@ -217,6 +245,15 @@ class Zero(ShardingStrategy):
             self.engine = None
 
 
+def check_kind(optimizer: Optimizer, name: str) -> None:
+    """Raise UnsupportedError for an optimizer, of a module of class ``name``, that cannot step flat tensors."""
+    for kind, why in _REFUSED.items():
+        if isinstance(optimizer, getattr(torch.optim, kind, ())):  # older torch does not have all of them
+            raise UnsupportedError(
+                f"torch.optim.{kind} as the optimizer of {name}", f"{why}; use another optimizer, or executor='fsdp2'"
+            )
+
+
 def _routed_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     zero: Zero = vars(module)[_OWNER]
     return zero.call(lambda: super(type(module), module).__call__(*args, **kwargs))
@@ -228,6 +265,11 @@ def _routed_call(module: Any, *args: Any, **kwargs: Any) -> Any:
 def offloader_of(zero_optimizer: Any) -> Any:
     """Return the part of ZeRO 3 that gathers parameters; it stands in the optimizer's place where there is none."""
     return getattr(zero_optimizer, "parameter_offload", zero_optimizer)
+
+
+def set_inner_optimizer(engine: Any, optimizer: Optimizer) -> None:
+    """Let DeepSpeed's optimizer step by another one of torch's, whose groups have its flat tensors."""
+    engine.basic_optimizer = engine.client_optimizer = engine.optimizer.optimizer = optimizer
 
 
 def partition_all(zero_optimizer: Any) -> None:

@@ -32,6 +32,7 @@ from rlcore.engines.weight_sync.channels.peers import call_each
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import TrainModule
+from rlcore.types import OffloadReport
 from rlcore.weights.view import Adapters
 
 COLLECTIVE_TIMEOUT_S = 3600.0
@@ -67,6 +68,13 @@ class InferenceExecutor(_SyncEndpoint):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._requests = RequestQueue(lambda prompts, params, at: self.generate(prompts, params, version=at))
+
+    def meta(self, tag: str) -> OffloadReport:
+        report = super().meta(tag)
+        if tag == "weights":
+            for receiver in self.sync_ends:
+                receiver.lose_weights()
+        return report
 
     @abstractmethod
     def build(self, path: str | Path, /, **options: object) -> None:

@@ -308,7 +308,7 @@ class Receiver:
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
-        group, self._group, self._buffers, self._rebuilt = self._group, None, [], None
+        group, self._group, self._buffers = self._group, None, []
         if group is not None:
             group.leave()
 
@@ -481,6 +481,10 @@ class Receiver:
         self._imported.close()
         self._events.drop()
 
+    def lose_weights(self) -> None:
+        """Note that the target's memory was released without a copy: the next round brings all weights."""
+        self._round.lose()
+
     def reloaded(self) -> None:
         """Take the target for whole: it was loaded from elsewhere, such as from disk."""
         self._round.reloaded()
@@ -491,6 +495,7 @@ class Receiver:
             self._end_reload()
         self._round.end()
         self._scratch, self._staged, self._live, self._remembered, self._loaded = {}, {}, {}, {}, set()
+        self._rebuilt = None
         self._plans = {digest: plan for digest, plan in self._plans.items() if not plan.is_scratch}
         for plan in self._plans.values():
             plan.forget_round()

@@ -129,6 +129,10 @@ class RoundState:
         self.held_round = self.round_id if has_moved else self.held_round
         self.end()
 
+    def lose(self) -> None:
+        """Note that the values of the weights are gone: no change can be told against them."""
+        self._from, self.held_round = "", 0
+
     def reloaded(self) -> None:
         """End the round: the weights were loaded from elsewhere, such as from disk."""
         self.is_whole, self._from, self.held_round = True, "", 0

@@ -222,7 +222,8 @@ class Sender:
         """Have memory for a copy of what these plans send, and give up what is kept for others.
 
         Returns:
-            The round that all copies are of, 0 if there is none, and the reason why there is no memory, or "".
+            The round that all copies are of, 0 if there is none, None where these plans want nothing from this rank;
+            and the reason why there is no memory, or "".
         """
         wanted = {
             (digest, slot_bytes, number): bucket.nbytes

@@ -365,8 +365,10 @@ class _Round:
             self._open(kind, self._agreed.digests)
         except (UnsupportedError, DeviceError) as error:
             reason = first_line(error)
-            if self._session.transports.pop(kind).is_scattered:
+            failed = self._session.transports.pop(kind)
+            if failed.is_scattered:
                 self._session.scattered = reason
+            failed.close(self._clock.left)  # it may have formed a group
         return reason
 
     def _open(self, kind: type[Transport], digests: Sequence[str]) -> Transport:
@@ -380,15 +382,14 @@ class _Round:
 
     def _choose_base(self, transport: Transport) -> None:
         """Have the senders tell changes alone, where that was asked for and all have the same base."""
-        if not isinstance(transport, StagingTransport):
+        if not (self._options.is_delta and isinstance(transport, StagingTransport)):
+            for one in self._session.transports.values():  # of an earlier round, perhaps by another route
+                if isinstance(one, StagingTransport) and one.is_keeping:
+                    one.keep([], self._clock.left)
             if self._options.is_delta:
                 self._why_dense = f"{transport.route!r} copies from the trainer's own tensors, and sends nothing"
             return
-        if not self._options.is_delta:
-            if transport.is_keeping:
-                transport.keep([], self._clock.left)
-            return
-        kept: Sequence[int] = ()
+        kept: Sequence[int | None] = ()
         self._why_dense = self._why_unreadable()
         if not self._why_dense:
             kept, self._why_dense = transport.keep(self._agreed.digests, self._clock.left)
@@ -407,8 +408,10 @@ class _Round:
                 return f"the receiver on {one.device_name} cannot tell what it was sent: {summary.unreadable}"
         return ""
 
-    def _why_no_base(self, base: SentRound | None, kept: Sequence[int]) -> str:
+    def _why_no_base(self, base: SentRound | None, kept: Sequence[int | None]) -> str:
         """Return why changes since the last round do not do; "" if they do."""
+        if all(one is None for one in kept):
+            return "no weight goes by plan: the engine's own loader takes all of them, whole"
         if base is None:
             return "there is no base yet: the round before was none with delta=True between these, or it failed"
         if (base.kind, base.digests, base.staging_bytes) != (
@@ -417,7 +420,7 @@ class _Round:
             self._staging_bytes,
         ):
             return f"version {base.version} was sent by another plan or route, or in staging buffers of another size"
-        if any(one != base.round_id for one in kept):
+        if any(one not in {None, base.round_id} for one in kept):
             return f"a trainer rank has not kept what it sent as version {base.version}"
         for one, held in zip(self._agreed.receivers, self._held, strict=True):
             if held != base.round_id:

@@ -136,7 +136,7 @@ def quickstart(
         bool, typer.Option("--resume", help="Continue the run in the output folder, with the options that it has.")
     ] = False,
     launcher: Annotated[
-        str | None, typer.Option(help="How the engines' workers run, such as process, or ray.", show_default="inline")
+        str | None, typer.Option(help="How workers run, such as process, or ray; unless given in this process.")
     ] = None,
     shuffle_rewards: Annotated[
         bool | None, typer.Option("--shuffle-rewards", help="The control that learns nothing.", show_default=False)

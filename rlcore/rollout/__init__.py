@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlcore.rollout.client import RolloutClient as RolloutClient
-    from rlcore.rollout.controller import Episode as Episode
     from rlcore.rollout.controller import RolloutController as RolloutController
+    from rlcore.rollout.episode import Episode as Episode
     from rlcore.rollout.reward_pool import RewardPool as RewardPool
     from rlcore.rollout.staleness import StalenessBound as StalenessBound
     from rlcore.rollout.trajectory import Trajectory as Trajectory
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlcore.rollout.workflow import Workflow as Workflow
 
 _HOME = {
-    "Episode": "controller",
+    "Episode": "episode",
     "Grouped": "workflow",
     "MultiTurn": "workflow",
     "RewardPool": "reward_pool",

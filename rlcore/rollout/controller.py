@@ -1,77 +1,52 @@
 """``RolloutController``: episodes run beside the training, and finished ones are given to the trainer in batches.
 
-Three kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run; and
-one for each inference engine (``engine_driver.py``). One lock protects what they share.
+Three kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run
+(``episode_runner.py``); and one for each inference engine (``engine_driver.py``). One lock, the controller's, protects
+what they share: the ``EpisodeQueue`` with its ``StalenessBound``, and who waits for which episode. The loop's thread
+takes it when an episode ends, so nobody who holds it may wait for that thread, but in ``Condition.wait``, which gives
+it up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from rlcore.arguments import AT_LEAST_0, COUNT, LIST, Kind, optional, takes
-from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import ParamsLike, Prompt
-from rlcore.errors import (
-    InvalidInputError,
-    RlcoreError,
-    RolloutError,
-    RolloutTimeoutError,
-    StateError,
-    one_line,
-)
-from rlcore.rollout.client import RolloutClient
+from rlcore.engines.sampling.prompts import ParamsLike
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, one_line
 from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode_queue import EpisodeQueue
+from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
-from rlcore.rollout.item_source import ItemSource
 from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
 from rlcore.rollout.timeline import Timeline
-from rlcore.rollout.trajectory import Trajectory, collate_trajectories
-from rlcore.rollout.workflow import Workflow, as_trajectories
+from rlcore.rollout.trajectory import collate_trajectories
+from rlcore.rollout.workflow import Workflow
 
-_log = logging.getLogger(__name__)
-_FORMAT = 1
+if TYPE_CHECKING:
+    from rlcore.engines.inference import InferenceEngine
+    from rlcore.engines.train import TrainEngine
+    from rlcore.types import SyncReport
+
 _CLOSE_S = 10.0
 _LOOK_S = 0.5
 """How often somebody who waits looks for what nobody tells."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
-Accept = Callable[[list[Trajectory]], bool]
 _WORKFLOW = Kind("a Workflow, with `async def run_episode(client, data)`", lambda one: hasattr(one, "run_episode"))
 _SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """A finished episode."""
-
-    number: int
-    """The one that ``submit`` gave."""
-    data: Any
-    trajectories: list[Trajectory]
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest version of a token that was sampled for it; None if there is none."""
-        found = [one.oldest_version for one in self.trajectories]
-        return min((version for version in found if version is not None), default=None)
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(one.num_sampled for one in self.trajectories)
 
 
 class RolloutController:
@@ -105,7 +80,7 @@ class RolloutController:
     )
     def __init__(
         self,
-        infer: Any,
+        infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...],
         workflow: Workflow,
         *,
         batch_size: int,
@@ -120,34 +95,27 @@ class RolloutController:
         max_failures_in_row: int = 32,
         unhealthy_after_s: float = 60.0,
     ) -> None:
-        engines = _engines(infer)
+        engines, defaults = _engines(infer), SamplingParams.of(sampling_params)
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
         self._workflow, self._accept = workflow, accept
-        self._defaults = SamplingParams.of(sampling_params)
         self._chat = tokenizer, chat_template, template_options
-        self._episode_timeout_s, self._max_failures_in_row = episode_timeout_s, max_failures_in_row
+        self._max_failures_in_row = max_failures_in_row
         self._changed = threading.Condition(threading.RLock())
-        self._queue: deque[tuple[int, Any]] = deque()
-        self._data: dict[int, Any] = {}
-        """The item of each episode that runs."""
-        self._ready: dict[int, Episode] = {}
+        self._episodes = EpisodeQueue(self._bound)
         self._direct: dict[int, Future[Episode | None]] = {}
         """Episodes of ``rollout_batch`` and ``evaluate``, which the bound does not count."""
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._next_number = 0
         self._is_paused = self._is_closed = False
-        self._counts: Counter[str] = Counter()
-        self._staleness: Counter[int] = Counter()
-        self._failures_in_row = 0
-        self._last_failure: BaseException | None = None
-        self._source = ItemSource()
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
         self._fleet = Fleet(engines, self.timeline, unhealthy_after_s=unhealthy_after_s, on_change=self._wake)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
-        self._thread.start()
+        self._runner = EpisodeRunner(
+            self._fleet,
+            defaults=defaults,
+            reader=self._reader,
+            episode_timeout_s=episode_timeout_s,
+            on_end=self._note_end,
+        )
 
     # ------------------------------------------------------------------------------------- asynchronous
 
@@ -155,8 +123,7 @@ class RolloutController:
         """Queue an item for an episode, which begins when the staleness bound allows; return its number."""
         with self._changed:
             self._check_open("submit()")
-            number = self._new_number()
-            self._queue.append((number, data))
+            number = self._episodes.add(data)
         self._start_due()
         return number
 
@@ -211,10 +178,10 @@ class RolloutController:
 
     def prepare_episodes(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> list[Episode]:
         """Return the episodes that ``prepare_batch`` makes a batch of."""
-        self._source.use(dataloader)
+        self._episodes.source.use(dataloader)
         with self._changed:
             self._check_open("prepare_batch()")
-            self._fill()
+            self._episodes.fill()
         self._start_due()
         return self.wait(timeout_s=timeout_s)
 
@@ -240,7 +207,7 @@ class RolloutController:
         finally:
             self.timeline.begin(TRAINER, "train")
         with self._changed:
-            self._note_given(episodes)
+            self._episodes.count_given(episodes)
         return episodes
 
     @takes("evaluate()", items=LIST, workflow=optional(_WORKFLOW), timeout_s=optional(AT_LEAST_0))
@@ -268,7 +235,7 @@ class RolloutController:
         self._start_due()
 
     @contextlib.contextmanager
-    def generation_paused(self) -> Iterator[list[Any]]:
+    def generation_paused(self) -> Iterator[list[InferenceEngine]]:
         """Inside, no engine makes tokens, and the healthy engines, which it yields, are yours.
 
         Sequences that are under way stay as they are, and go on afterwards. After a weight sync of your own call
@@ -277,7 +244,7 @@ class RolloutController:
         with self._fleet.paused() as engines:
             yield engines
 
-    def update_weights(self, train: Any, *, version: int | None = None, **options: Any) -> Any:
+    def update_weights(self, train: TrainEngine, *, version: int | None = None, **options: Any) -> SyncReport:
         """Send the trainer's weights to all engines. Sequences that are under way go on with the new weights.
 
         Engines that were taken out are restarted and come back.
@@ -299,7 +266,7 @@ class RolloutController:
             )
         self.timeline.begin(TRAINER, "sync")
 
-        def sync(engines: list[Any]) -> Any:
+        def sync(engines: list[InferenceEngine]) -> SyncReport:
             report = train.sync_weights(engines, version=wanted, **options)
             self.set_version(wanted)
             return report
@@ -318,15 +285,14 @@ class RolloutController:
         Raises:
             InvalidInputError: it is lower than the version of now, or not what the engines serve.
         """
-        served = {engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)}
+        served = self._fleet.served_versions
         if served - {version}:
             raise InvalidInputError(
                 f"set_version({version!r}) must be the version that the engines serve, {sorted(served)}: give "
                 "sync_weights(version=...) the same"
             )
         with self._changed:
-            for number in sorted(self._bound.set_version(version), reverse=True):
-                self._begin_anew(number)
+            self._runner.cancel(self._episodes.set_version(version))
         self._start_due()
 
     @property
@@ -341,8 +307,8 @@ class RolloutController:
         """The counts since the beginning; ``load_state_dict`` continues them."""
         with self._changed:
             return RolloutStats.of(
-                self._counts,
-                self._staleness,
+                self._episodes.counts,
+                self._episodes.staleness,
                 self.timeline,
                 lanes=[self._fleet.lane(index) for index in range(len(self._fleet.engines))],
                 trainer=TRAINER,
@@ -358,20 +324,7 @@ class RolloutController:
         is trained on once, whichever side is killed when. Items must be plain data for that.
         """
         with self._changed:
-            begun = sorted(self._data.items())
-            return {
-                "format": _FORMAT,
-                "version": self.version,
-                "next_number": self._next_number,
-                "queued": [[number, data] for number, data in [*begun, *self._queue] if number not in self._direct],
-                "ready": [
-                    [one.number, one.data, [trajectory.plain() for trajectory in one.trajectories]]
-                    for _, one in sorted(self._ready.items())
-                ],
-                "counts": dict(self._counts),
-                "staleness": [list(item) for item in sorted(self._staleness.items())],
-                "source": self._source.state_dict(),
-            }
+            return self._episodes.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``. Then call ``update_weights(train, version=controller.version)``.
@@ -384,34 +337,25 @@ class RolloutController:
         """
         with self._changed:
             self._check_open("load_state_dict()")
-            if self._next_number:
-                raise StateError("load_state_dict() comes before the first episode; make a new controller")
-            if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
-                raise InvalidInputError(f"load_state_dict() takes what state_dict() returned, got {state!r:.200}")
-            self._bound.set_version(state["version"])
-            self._next_number = state["next_number"]
-            self._counts, self._staleness = Counter(state["counts"]), Counter(dict(state["staleness"]))
-            for number, data, trajectories in state["ready"]:
-                episode = Episode(number, data, [Trajectory.from_plain(one) for one in trajectories])
-                self._ready[number] = episode
-                oldest = episode.oldest_version
-                self._bound.ready[number] = self.version if oldest is None else oldest
-            self._queue.extend((number, data) for number, data in state["queued"])
-            self._source.load_state_dict(state["source"])
+            self._episodes.load_state_dict(state)
 
     def close(self) -> None:
-        """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing."""
+        """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing.
+
+        Raises:
+            TimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
+        """
         with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._queue.clear()
+            self._episodes.queued.clear()
             self._changed.notify_all()
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(_CLOSE_S)
-        self._fleet.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        self.timeline.end(TRAINER)
+        try:
+            self._runner.close(_CLOSE_S)
+        finally:
+            self._fleet.close()
+            self.timeline.end(TRAINER)
 
     def __enter__(self) -> Self:
         return self
@@ -425,31 +369,21 @@ class RolloutController:
         if self._is_closed:
             raise StateError(f"{purpose} is refused: the RolloutController is closed; make another")
 
-    def _new_number(self) -> int:
-        self._next_number += 1
-        return self._next_number - 1
-
-    def _fill(self) -> None:
-        """Queue as many items as may begin now, and as many as may begin with the next version."""
-        while len(self._queue) < self._bound.room + self._bound.batch_size:
-            for data in self._source.take():
-                self._queue.append((self._new_number(), data))
-
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
         self._refuse_other_version("wait()")
-        if self._failures_in_row >= self._max_failures_in_row:
+        if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
             last = self._last_failure_in_words()
             raise RolloutError(
-                f"{self._failures_in_row} episodes have failed in a row, the last one with {last}"
-            ) from self._last_failure
+                f"{num_failures} episodes have failed in a row, the last one with {last}"
+            ) from self._episodes.last_failure
         if error := self._fleet.why_none():
             raise error
-        if self._source.is_used:
-            self._fill()  # episodes were rejected
+        if self._episodes.source.is_used:
+            self._episodes.fill()  # episodes were rejected
             self._start_due()
-        begin = 0 if self._is_paused else min(len(self._queue), self._bound.room)
+        begin = 0 if self._is_paused else min(len(self._episodes.queued), self._bound.room)
         coming = len(self._bound.ready) + len(self._bound.running) + begin
         if coming < wanted and not has_deadline:
             raise StateError(f"wait({wanted}) would wait for ever: {self._why_short(coming)}")
@@ -457,7 +391,7 @@ class RolloutController:
     def _why_short(self, coming: int) -> str:
         if self._is_paused:
             return f"{coming} episodes have ended or run, and the controller is paused; call resume()"
-        if len(self._queue) > self._bound.room:
+        if len(self._episodes.queued) > self._bound.room:
             return (
                 f"{coming} episodes have ended or may run with version {self.version}, and the staleness bound of "
                 f"{self._bound.max_staleness} lets no more begin; call update_weights(), or make batch_size "
@@ -466,17 +400,9 @@ class RolloutController:
         return f"only {coming} episodes were submitted and not given yet; submit() more"
 
     def _given(self, chosen: list[int]) -> list[Episode]:
-        self._bound.give(chosen)
-        episodes = [self._ready.pop(number) for number in chosen]
-        self._note_given(episodes)
+        episodes = self._episodes.give(chosen)
         self._start_due()
         return episodes
-
-    def _note_given(self, episodes: Sequence[Episode]) -> None:
-        for one in episodes:
-            self._counts["given"] += 1
-            if (oldest := one.oldest_version) is not None:
-                self._staleness[self.version - oldest] += 1
 
     def _run_now(
         self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
@@ -488,15 +414,15 @@ class RolloutController:
                 raise StateError("rollout_batch() is refused while the controller is paused; call resume()")
             if not items:
                 raise InvalidInputError("rollout_batch() needs at least one item, got none")
-            numbers = [self._new_number() for _ in items]
+            numbers = [self._episodes.begin_direct() for _ in items]
             futures: list[Future[Episode | None]] = [Future() for _ in items]
             self._direct |= zip(numbers, futures, strict=True)
-        for number, data in zip(numbers, items, strict=True):
-            self._loop.call_soon_threadsafe(self._start, number, data, workflow, accept)
         try:
+            for number, data in zip(numbers, items, strict=True):
+                self._runner.start(number, data, workflow, accept)
             self._await_all(futures, timeout_s)
         except BaseException:  # Ctrl-C too
-            self._loop.call_soon_threadsafe(self._cancel, numbers)
+            self._runner.cancel(numbers)
             raise
         finally:
             with self._changed:
@@ -506,13 +432,14 @@ class RolloutController:
         if not episodes:
             raise RolloutError(
                 f"none of {len(items)} episodes ended well: {self._last_failure_in_words()}"
-            ) from self._last_failure
+            ) from self._episodes.last_failure
         return episodes
 
     def _await_all(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not all(future.done() for future in futures):
+                self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
                 if error := self._fleet.why_none():
                     raise error
                 left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
@@ -522,150 +449,47 @@ class RolloutController:
                 self._changed.wait(left_s)
 
     def _last_failure_in_words(self) -> str:
-        return "they were rejected" if self._last_failure is None else one_line(self._last_failure)
+        last = self._episodes.last_failure
+        return "they were rejected" if last is None else one_line(last)
 
     def _refuse_other_version(self, purpose: str) -> None:
-        served = {engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)}
+        served = self._fleet.served_versions
         if served - {self.version}:
             raise StateError(
                 f"{purpose} is refused: the engines serve version {min(served)} and the controller is at "
                 f"{self.version}; call update_weights(train, version=controller.version)"
             )
 
-    def _is_healthy(self, index: int) -> bool:
-        return index not in self._fleet.failures
-
-    def _begin_anew(self, number: int) -> None:
-        """Put an episode that became too stale at the head of the queue again."""
-        if (ready := self._ready.pop(number, None)) is not None:
-            self._counts["tokens_discarded"] += ready.num_sampled
-            data = ready.data
-        else:
-            data = self._data.pop(number)
-            self._loop.call_soon_threadsafe(self._cancel, [number])
-        self._counts["too_stale"] += 1
-        self._queue.appendleft((number, data))
-
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _start_due(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._start_queued)
+        self._runner.call_soon(self._start_queued)
 
     # --------------------------------------------------------------------------------- in the loop's thread
 
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        watch = self._loop.create_task(self._watch())
-        try:
-            self._loop.run_forever()
-        finally:
-            watch.cancel()
-            self._loop.run_until_complete(asyncio.gather(watch, return_exceptions=True))
-            self._loop.close()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            self._fleet.check()
-
     def _start_queued(self) -> None:
+        """Begin what is due. It runs in the loop's thread alone, so that Ctrl-C can never lose an item in between."""
         with self._changed:
-            if self._is_paused or self._is_closed or self._bound.version != self._served_version():
+            served = min(self._fleet.served_versions, default=self.version)
+            if self._is_paused or self._is_closed or self.version != served:
                 return
-            while self._queue and self._bound.capacity and self._failures_in_row < self._max_failures_in_row:
-                number, data = self._queue.popleft()
-                self._bound.begin(number)
-                self._data[number] = data
-                self._start(number, data, self._workflow, self._accept)
+            episodes = self._episodes
+            while episodes.queued and self._bound.capacity and episodes.failures_in_row < self._max_failures_in_row:
+                number, data = episodes.begin()
+                self._runner.start(number, data, self._workflow, self._accept)
 
-    def _served_version(self) -> int:
-        versions = [engine.version for index, engine in enumerate(self._fleet.engines) if self._is_healthy(index)]
-        return min(versions, default=self._bound.version)
-
-    def _start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
-        self._counts["begun"] += 1
-        self._tasks[number] = task = self._loop.create_task(self._run_episode(number, data, workflow, accept))
-        task.add_done_callback(lambda _: self._tasks.pop(number, None) if self._tasks.get(number) is task else None)
-
-    def _cancel(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            if task := self._tasks.pop(number, None):
-                task.cancel()
-
-    async def _cancel_all(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run_episode(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
-        client = RolloutClient(self._ask, reader=self._reader, defaults=self._defaults)
-        trajectories: list[Trajectory] = []
-        outcome = "rejected"
-        error: Exception | None = None
-        try:
-            async with asyncio.timeout(self._episode_timeout_s):
-                trajectories = as_trajectories(await workflow.run_episode(client, data))
-            if trajectories and (accept is None or accept(trajectories)):
-                outcome = "ended"
-        except asyncio.CancelledError:
-            self._counts["tokens_sampled"] += client.num_sampled
-            self._counts["tokens_discarded"] += client.num_sampled
-            raise
-        except TimeoutError as late:
-            outcome, error = "timed_out", late
-        except Exception as failed:
-            outcome, error = "failed", failed
-        self._note_end(Episode(number, data, trajectories), outcome, error, client.num_sampled)
-
-    def _note_end(self, episode: Episode, outcome: str, error: Exception | None, num_sampled: int) -> None:
-        """Count how an episode ended, and keep it if it ended well."""
-        if error is not None:
-            _log.warning("episode %d %s: %s; item %.200r", episode.number, outcome, one_line(error), episode.data)
-        number, is_good = episode.number, outcome == "ended"
+    def _note_end(self, end: EpisodeEnd) -> None:
         with self._changed:
-            self._counts["tokens_sampled"] += num_sampled
-            self._counts[outcome] += 1
-            self._last_failure = error or self._last_failure
-            self._failures_in_row = self._failures_in_row + 1 if error is not None else 0
-            if number in self._direct:
-                self._direct[number].set_result(episode if is_good else None)
-            elif number in self._bound.running:
-                self._data.pop(number)
-                if is_good and self._bound.end(number, episode.oldest_version):
-                    self._ready[number] = episode
-                elif is_good:
-                    self._counts["too_stale"] += 1
-                    self._queue.appendleft((number, episode.data))
-                else:
-                    self._bound.drop(number)
-            if outcome == "rejected":
-                self._counts["tokens_rejected"] += num_sampled
-            elif not is_good or (number not in self._ready and number not in self._direct):
-                self._counts["tokens_discarded"] += num_sampled
+            direct = self._direct.get(end.episode.number)
+            self._episodes.end(end, is_direct=direct is not None)
+            if end.outcome == "cancelled":
+                return
+            if direct is not None:
+                direct.set_result(end.episode if end.is_good else None)
             self._changed.notify_all()
         self._start_queued()
-
-    async def _ask(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        answer: asyncio.Future[RequestOutput] = self._loop.create_future()
-
-        def set_answer(found: RequestOutput | RlcoreError) -> None:
-            if not answer.done():
-                answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
-
-        def deliver(found: RequestOutput | RlcoreError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(set_answer, found)
-
-        request = self._fleet.submit(prompt, params, deliver)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._fleet.cancel(request)
-            raise
 
     def _reader(self) -> ConversationReader:
         tokenizer, template, options = self._chat
@@ -675,7 +499,7 @@ class RolloutController:
         return ConversationReader(tokenizer, chat_template=template, options=options)
 
 
-def _engines(infer: Any) -> list[Any]:
+def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:
     engines = list(infer) if isinstance(infer, list | tuple) else [infer]
     lacking = [one for one in engines if not all(hasattr(one, name) for name in ("submit", "collect", "version"))]
     if not engines or lacking or len({id(one) for one in engines}) < len(engines):

@@ -10,10 +10,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
@@ -22,31 +21,12 @@ from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.rollout.timeline import Timeline
 
+if TYPE_CHECKING:
+    from rlcore.engines.inference import InferenceEngine
+
 _COLLECT_S = 0.02
 """How long one call of ``collect`` waits: as long may a weight update have to wait for the driver."""
 _MANY = 1 << 30
-
-
-class SamplingEngine(Protocol):
-    """The part of an ``InferenceEngine`` that a driver calls."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def version(self) -> int: ...
-
-    def submit(self, prompts: Sequence[Prompt], sampling_params: Sequence[Any], *, max_in_flight: int) -> list[int]: ...
-
-    def collect(self, timeout_s: float | None = None) -> Mapping[int, RequestOutput]: ...
-
-    def abort(self, numbers: Sequence[int] | None = None) -> int: ...
-
-    def pause(self, mode: PauseMode = "abort") -> None: ...
-
-    def resume(self) -> None: ...
-
-    def restart(self) -> Any: ...
 
 
 @dataclass(eq=False)
@@ -75,7 +55,7 @@ class EngineDriver:
 
     def __init__(
         self,
-        engine: SamplingEngine,
+        engine: InferenceEngine,
         name: str,
         timeline: Timeline,
         on_failure: Callable[[EngineDriver, RlcoreError, list[Request]], None],
@@ -243,6 +223,6 @@ class EngineDriver:
             self._under_way |= dict(zip(numbers, new, strict=True))
 
 
-def _is_inline(engine: Any) -> bool:
+def _is_inline(engine: InferenceEngine) -> bool:
     groups = getattr(engine, "executors", [])
     return any(worker.process_id == os.getpid() for group in groups for worker in group.workers)

@@ -11,15 +11,19 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
 from rlcore.errors import RlcoreError, RolloutError, SyncError, first_line
-from rlcore.rollout.engine_driver import EngineDriver, Request, SamplingEngine
+from rlcore.rollout.engine_driver import EngineDriver, Request
 from rlcore.rollout.timeline import Timeline
 
+if TYPE_CHECKING:
+    from rlcore.engines.inference import InferenceEngine
+
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
 
@@ -33,7 +37,7 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Sequence[SamplingEngine],
+        engines: Sequence[InferenceEngine],
         timeline: Timeline,
         *,
         unhealthy_after_s: float,
@@ -57,6 +61,11 @@ class Fleet:
     def num_healthy(self) -> int:
         return len(self.engines) - len(self.failures)
 
+    @property
+    def served_versions(self) -> set[int]:
+        """The versions of the weights that the healthy engines serve."""
+        return {engine.version for index, engine in enumerate(self.engines) if index not in self.failures}
+
     def submit(
         self, prompt: Prompt, params: SamplingParams, deliver: Callable[[RequestOutput | RlcoreError], None]
     ) -> Request:
@@ -72,7 +81,7 @@ class Fleet:
             driver.cancel(request)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[list[SamplingEngine]]:
+    def paused(self) -> Iterator[list[InferenceEngine]]:
         """Inside, no engine makes tokens; the healthy ones are the caller's."""
         with contextlib.ExitStack() as stack:
             drivers = self._healthy()
@@ -80,7 +89,7 @@ class Fleet:
                 stack.enter_context(driver.paused("keep"))
             yield [driver.engine for driver in drivers if driver.is_alive]
 
-    def update(self, sync: Callable[[list[Any]], Any]) -> Any:
+    def update(self, sync: Callable[[list[InferenceEngine]], R]) -> R:
         """Give all engines new weights; those that were out are restarted first, and come back.
 
         Args:
@@ -145,6 +154,7 @@ class Fleet:
 
     def _failed(self, driver: EngineDriver, error: RlcoreError, lost: list[Request]) -> None:
         with self._lock:
+            self.num_moved += len(lost)
             index = next((index for index, one in enumerate(self._drivers) if one is driver), None)
             if index is not None and index not in self.failures:
                 self.failures[index] = error
@@ -152,7 +162,6 @@ class Fleet:
                 _log.warning(
                     "%s is taken out: %s; its %d requests go elsewhere", driver.name, first_line(error), len(lost)
                 )
-            self.num_moved += len(lost)
         for request in lost:
             self._place(request)
         self._on_change()
@@ -179,7 +188,7 @@ class Fleet:
             if not request.is_cancelled:
                 self._place(request)
 
-    def _take_out_dead(self, engines: Sequence[SamplingEngine]) -> None:
+    def _take_out_dead(self, engines: Sequence[InferenceEngine]) -> None:
         for driver in self._healthy():
             if driver.engine in engines and not _answers(driver.engine):
                 driver.end(RolloutError(f"{driver.name} ended during a weight update"))
@@ -191,7 +200,7 @@ class Fleet:
         return next(iter(self.failures.values()), None)
 
 
-def _answers(engine: Any) -> bool:
+def _answers(engine: InferenceEngine) -> bool:
     """Return True if the workers of an engine still answer."""
     try:
         engine.memory_report()

@@ -185,7 +185,7 @@ def commits_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         self._target.committed(version)
         self.version = version
         if hasattr(self, "_round"):
-            self._round.commit()
+            self._round.commit(has_moved=True)
         else:
             self.is_whole = True
         self._drop_round()

@@ -66,9 +66,8 @@ class TokensOfNoNumbers(HfExecutor):
 
 
 class NoVersionSpans(HfExecutor):
-    def generate(self, prompts: Any, params: Any = None, *, version: int) -> Any:
-        outputs = super().generate(prompts, params, version=version)
-        return with_completions(outputs, lambda one: replace(one, version_spans=()))
+    def _completion(self, decoded: Any) -> Any:
+        return replace(super()._completion(decoded), version_spans=())
 
 
 class TooLongPromptsAccepted(HfExecutor):
@@ -84,9 +83,9 @@ class AbortLosesOthers(HfExecutor):
 
 class AbortKeepsTheEnded(HfExecutor):
     def abort(self, numbers: Any) -> int:
-        ended = dict(self._requests._done)
+        ended = dict(self._queue._done)
         count = super().abort(numbers)
-        self._requests._done.update(ended)
+        self._queue._done.update(ended)
         return count
 
 

@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.warm import LIMIT_S
 
 MOVES = """
@@ -39,6 +41,7 @@ print(json.dumps([found, same, refused]))
 """
 
 
+@pytest.mark.slow  # an environment with a third party's distribution is made for it
 def test_to_takes_the_name_of_a_third_partys_device(simdev_python: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [simdev_python, "-c", MOVES, tmp_path / "model"], capture_output=True, text=True, timeout=LIMIT_S, check=False

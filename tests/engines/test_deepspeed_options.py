@@ -12,6 +12,7 @@ import rlcore
 from rlcore.engines.deepspeed.executor import checked_optimizer
 from rlcore.engines.deepspeed.library import check_installed
 from rlcore.engines.deepspeed.options import ZeroOptions
+from rlcore.engines.deepspeed.zero import Zero
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 from .train_policy import Regression, regression_weights
@@ -90,12 +91,18 @@ class Adagrad(Regression):
         self.optimizer = torch.optim.Adagrad(self.parameters())
 
 
+class Adafactor(Regression):
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.Adafactor(self.parameters())
+
+
 @pytest.mark.parametrize(
     ("module_class", "message"),
     [
         (TwoOptimizers, "the optimizers first, second of TwoOptimizers .*DeepSpeed shards one"),
         (LeavesOneOut, r"1 parameters of LeavesOneOut that no optimizer has, the first of them embed\.weight,"),
         (Adagrad, r"torch\.optim\.Adagrad as the optimizer of Adagrad"),
+        (Adafactor, r"torch\.optim\.Adafactor as .* flat parts of a group; use another optimizer"),
     ],
 )
 def test_optimizers_that_zero_cannot_shard_are_refused(module_class: Any, message: str) -> None:
@@ -103,3 +110,13 @@ def test_optimizers_that_zero_cannot_shard_are_refused(module_class: Any, messag
     module.on_weights_materialized()
     with pytest.raises(UnsupportedError, match=message):
         checked_optimizer(module)
+
+
+def test_a_closure_is_refused_and_not_forgotten() -> None:
+    module = LeavesOneOut(regression_weights())
+    module.on_weights_materialized()
+    zero = Zero.__new__(Zero)
+    zero._module, zero._is_stepping = module, False
+    zero._take_over(module.optimizer)
+    with pytest.raises(UnsupportedError, match=r"step\(closure\) .* of LeavesOneOut .* without a closure"):
+        module.optimizer.step(lambda: 0.0)

@@ -411,6 +411,20 @@ def test_a_sync_between_launchers_goes_through_staging_buffers(
         assert other.version == 2
 
 
+def test_a_delta_sync_after_the_weights_were_released_brings_all(
+    train: rlcore.TrainEngine, infer: rlcore.InferenceEngine
+) -> None:
+    options: Any = {"route": "packed", "delta": True}
+    train.sync_weights(infer, **options)
+    train.train_batch(batch_from(infer), ppo_clip())
+    assert train.sync_weights(infer, **options).is_delta
+    infer.meta("weights")
+    infer.onload("weights")
+    report = train.sync_weights(infer, **options)
+    assert not report.is_delta
+    assert "does not hold version 2 as this trainer sent it" in report.why_dense
+
+
 def test_restart_brings_the_folders_weights_back(train: rlcore.TrainEngine, infer: rlcore.InferenceEngine) -> None:
     before = infer.generate(PROMPTS, GREEDY)
     train.train_batch(batch_from(infer), ppo_clip())

@@ -154,7 +154,7 @@ def test_unknown_options_and_sizes_are_refused(policy: Any, qwen2_folder: Path) 
         rlcore.TrainEngine(module).build(launcher="threads")
     with pytest.raises(InvalidInputError, match="tensor_parallel_size must be a whole number of at least 1, got 0"):
         rlcore.TrainEngine(module).build(tensor_parallel_size=0)
-    with pytest.raises(InvalidInputError, match="no train executor 'megatron'; registered: fsdp2"):
+    with pytest.raises(InvalidInputError, match="no train executor 'megatron'; registered: deepspeed, fsdp2"):
         rlcore.TrainEngine(module, executor="megatron")
     with pytest.raises(
         InvalidInputError,

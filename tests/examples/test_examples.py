@@ -58,7 +58,7 @@ def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Pat
     (folder / "framework_author.py").unlink()
     (folder / "researcher.py").write_text("my changes")
     refused = CliRunner().invoke(cli.app, ["examples", str(folder)])
-    told = f"{folder / 'hardware_buyer.py'} exists; give another folder, or --force to replace the examples in it"
+    told = f"{folder / sources[0].name} exists; give another folder, or --force to replace the examples in it"
     assert str(refused.exception) == told
     assert (folder / "researcher.py").read_text() == "my changes" and not (folder / "framework_author.py").exists()
     assert CliRunner().invoke(cli.app, ["examples", str(folder), "--force"]).exit_code == 0

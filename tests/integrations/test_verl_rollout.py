@@ -42,6 +42,8 @@ def ranks(number: int, kind: str, folder: Path, out: Path) -> list[dict[str, Any
     ]  # fmt: skip
     for process in running:
         process.wait(1400)
+    for log in logs:
+        log.close()
     said = [Path(log.name).read_text() for log in logs]
     assert [process.returncode for process in running] == [0] * number, "\n".join(said)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(number)]

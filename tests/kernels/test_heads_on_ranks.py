@@ -20,7 +20,7 @@ LAUNCHER = Path(__file__).with_name("fork_ranks.py")
     ("tests", "device", "size"),
     [
         ("heads", "cpu", 3),
-        ("logits", "cpu", 2),
+        pytest.param("logits", "cpu", 2, marks=pytest.mark.slow),
         ("logits", "cpu", 3),
         pytest.param("heads", "cuda", 2, marks=pytest.mark.multigpu),
         pytest.param("logits", "cuda", 2, marks=pytest.mark.multigpu),

@@ -126,7 +126,7 @@ def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity(
         assert [one.data for one in rollout.evaluate([2, 1])] == [2, 1] and rollout.stats.given == 3
         with pytest.raises(RolloutTimeoutError, match=r"0 of 1 episodes ended within 0\.05 s"):
             rollout.rollout_batch([1 << 30], timeout_s=0.05)
-        until(lambda: not rollout._tasks)
+        until(lambda: not rollout._runner.num_running)
 
 
 def test_calls_that_cannot_succeed_say_why() -> None:
@@ -173,7 +173,7 @@ def test_ctrl_c_in_wait_takes_nothing_and_close_leaves_no_thread_and_no_request(
     rollout = RolloutController(engine, Steps(), batch_size=2)
     for steps in (1, 1 << 30):
         rollout.submit(steps)
-    until(lambda: rollout._ready)
+    until(lambda: rollout._episodes.ready)
     threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
     with pytest.raises(KeyboardInterrupt):
         rollout.wait(2)
@@ -182,6 +182,24 @@ def test_ctrl_c_in_wait_takes_nothing_and_close_leaves_no_thread_and_no_request(
     rollout.close()
     assert engine.num_under_way == 0 and engine.num_aborted == 1
     until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_batch_that_another_thread_waits_for_ends_with_the_controller() -> None:
+    told: list[str] = []
+
+    def wait(rollout: RolloutController) -> None:
+        try:
+            rollout.rollout_batch([10**9])
+        except StateError as error:
+            told.append(str(error))
+
+    engine = SimulatedEngine(step_s=0.001)
+    with controller(engine) as rollout:
+        waiting = threading.Thread(target=wait, args=(rollout,), daemon=True)
+        waiting.start()
+        until(lambda: engine.num_under_way)
+    waiting.join(60)
+    assert told == ["rollout_batch() is refused: the RolloutController is closed; make another"]
 
 
 def test_a_program_with_an_event_loop_of_its_own_awaits_batches() -> None:
@@ -281,7 +299,7 @@ def test_episodes_that_a_jump_of_versions_made_too_stale_begin_anew() -> None:
     with controller(engine, batch_size=2, max_staleness=1) as rollout:
         for steps in (1, 1, 300, 300):
             rollout.submit(steps)
-        until(lambda: len(rollout._ready) == 2)
+        until(lambda: len(rollout._episodes.ready) == 2)
         rollout.update_weights(trainer, version=5)
         assert [one.oldest_version for one in rollout.wait()] == [5, 5]
         assert rollout.stats.too_stale == 4 and rollout.stats.tokens_discarded >= 2

@@ -69,7 +69,10 @@ class TensorParallelShard:
             if tag == "kv_cache" and was_away:
                 versions.reset_kv_cache(self.runner)
         else:
-            report = group.offload() if move == Move.OFFLOAD and tag == "weights" else group.meta()
+            is_copied = move == Move.OFFLOAD and tag == "weights"
+            report = group.offload() if is_copied else group.meta()
+            if tag == "weights" and not is_copied:
+                self.receiver.lose_weights()
         return report, group.is_away
 
     def reserve(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:

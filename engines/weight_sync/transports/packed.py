@@ -38,11 +38,12 @@ class StagingTransport(Transport):
                 self._counts[digest] = self._give_plan(digest, digests, slot_bytes, left)
         return num_opened
 
-    def keep(self, digests: Sequence[str], left: TimeLeft) -> tuple[list[int], str]:
+    def keep(self, digests: Sequence[str], left: TimeLeft) -> tuple[list[int | None], str]:
         """Have senders keep a copy of all that these plans send from now on; with none, give up what they have.
 
         Returns:
-            The round of which each sender has copies already, 0 for none, and the reason why some cannot, or "".
+            The round of which each sender has copies already, 0 for none, None where it sends nothing; and the reason
+            why some cannot, or "".
         """
         self._kept, self._base = frozenset(digests), 0
         found = self._senders.call("keep_sent", [(sorted(self._kept), self._slot_bytes)] * len(self._senders), left())

@@ -56,8 +56,10 @@ class SentBuckets:
         return ""
 
     @property
-    def round_id(self) -> int:
-        """The round that all of them were sent in; 0 if there is none."""
+    def round_id(self) -> int | None:
+        """The round that all of them were sent in, 0 if there is none; None where there are no copies."""
+        if not self._copies:
+            return None
         rounds = {one.round_id for one in self._copies.values()}
         return rounds.pop() if len(rounds) == 1 else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import rlcore
+from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.named_source import NamedSourceTensors
+from rlcore.engines.weight_sync.options import RoundOptions
+from rlcore.engines.weight_sync.receiver import Receiver
+from rlcore.engines.weight_sync.sender import Sender
+from rlcore.engines.weight_sync.session import SyncSession
+from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.engines.weight_sync.transports import sent_buckets
 from rlcore.engines.weight_sync.transports.delta import Encoding, apply, encode
 from rlcore.errors import InvalidInputError, SyncError
@@ -168,6 +176,7 @@ def test_what_cannot_be_told_as_changes_is_told_whole_and_the_report_says_why(en
     ends.send()
     ends.step()
     assert ends.send(route="local").why_dense == "'local' copies from the trainer's own tensors, and sends nothing"
+    assert not ends.sender._sender._sent._copies
     ends.step()
     assert ends.send().why_dense == NO_BASE, "it has not kept what went the other way"
     ends.step()
@@ -200,6 +209,19 @@ def test_a_dtype_that_does_not_give_the_values_back_takes_whole_rounds() -> None
     )
     assert made.is_equal()
     made.close()
+
+
+def test_a_replica_that_sends_nothing_keeps_no_other_from_telling_changes() -> None:
+    given, held = {"weight": torch.randn(1, LARGE)}, nn.Linear(LARGE, 1, bias=False)
+    device = rlcore.get_device("cpu")
+    source = NamedSourceTensors(lambda: given, 2)
+    source.refresh()
+    senders, receiver = [Sender(source, device) for _ in range(2)], Receiver(ModuleTarget(held, device))
+    session = SyncSession(LocalPeers("the trainer", senders), LocalPeers("the engine", [receiver]))
+    reports = [session.run(RoundOptions(version=1, route="packed", is_delta=True), nullcontext) for _ in range(2)]
+    assert [report.is_delta for report in reports] == [False, True]
+    for end in (receiver, *senders):
+        end.close()
 
 
 def test_another_trainer_between_two_rounds_is_a_gap(ends: Ends) -> None:

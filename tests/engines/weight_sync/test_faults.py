@@ -28,7 +28,15 @@ from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.session import SyncSession
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, SyncError, UnsupportedError, WorkerError
+from rlcore.errors import (
+    DeviceError,
+    InvalidInputError,
+    RlcoreError,
+    StateError,
+    SyncError,
+    UnsupportedError,
+    WorkerError,
+)
 from rlcore.registry import get_device
 from tests.engines.ask import ask
 
@@ -169,6 +177,19 @@ def test_a_round_that_lacks_a_bucket_is_not_committed(pair: Pair) -> None:
     assert not pair.receiver.is_whole
     assert session.run(elsewhere, nullcontext).version == 1, "the next is complete"
     assert pair.receiver.is_whole
+
+
+def test_a_route_that_cannot_be_opened_leaves_no_group_behind(pair: Pair) -> None:
+    session = SyncSession(LocalPeers("the trainer", [pair.sender]), LocalPeers("the engine", [pair.receiver]))
+
+    def cannot(handles: list[bytes], timeout_s: float) -> int:
+        assert pair.sender._groups, "the group came first"
+        raise DeviceError("it is a test")
+
+    pair.receiver.open_staging_buffers = cannot
+    with pytest.raises(UnsupportedError, match="relayed: it is a test"):
+        session.run(RoundOptions(version=1, route="relayed"), nullcontext)
+    assert not pair.sender._groups and not session.stores
 
 
 def test_weights_that_change_while_they_are_sent_are_not_committed(pair: Pair) -> None:

@@ -1,0 +1,113 @@
+"""An optimizer step under DeepSpeed's ZeRO: rlcore's executor, FSDP2, and DeepSpeed's engine in a loop of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.bench.case import Case, Contender, Work, expect
+from rlcore.bench.cases.models import Folder, Load, load_on, transformers_class
+from rlcore.device import Device
+from rlcore.engines.deepspeed.library import check_installed, deepspeed_for
+from rlcore.engines.deepspeed.options import ZeroOptions
+from rlcore.engines.train import TrainEngine
+from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.meta import meta_device
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.tensor_data import dtype_name
+
+_STAGES = (2, 3)
+_LEARNING_RATE = 1e-6
+
+
+def _module(folder: Folder) -> Any:
+    class ZeroLearner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE)
+
+    with meta_device():
+        return ZeroLearner.from_pretrained(folder.path)
+
+
+def _prepare(device: Device) -> Work:
+    check_installed()
+    load = load_on(device)
+    held = contextlib.ExitStack()
+    folder = Folder(load.model, load.dtype, device)
+    held.callback(folder.close)
+    batch = load.train_batch()
+    num_tokens = int(batch["attention_mask"].sum())
+
+    def check(metrics: Mapping[str, float]) -> None:
+        expect(all(map(math.isfinite, metrics.values())), f"not finite: {metrics}")
+        expect(metrics["grad_norm"] > 0, "there was no gradient")
+
+    def contender(name: str, executor: str, **options: Any) -> Contender:
+        engine = TrainEngine(_module(folder), executor=executor)
+        held.callback(engine.close)
+        engine.build(devices=device.name, compute_dtype=dtype_name(load.dtype), **options)
+        loss = ppo_clip(clip_low=0.2, clip_high=0.28)
+        return Contender(name, lambda: engine.train_batch(batch, loss), check)
+
+    contenders = [contender("fsdp2", "fsdp2")]
+    contenders += [contender(f"deepspeed, ZeRO {stage}", "deepspeed", stage=stage) for stage in _STAGES]
+    plain = _PlainLoop(device, load, folder)  # one alone: two engines of a process would share DeepSpeed's globals
+    held.callback(plain.close)
+    contenders.append(Contender(f"plain DeepSpeed, ZeRO {plain.stage}", lambda: plain.step(batch), check))
+    return Work(tuple(contenders), {**load.params, "tokens": num_tokens, "devices": 1}, close=held.close)
+
+
+class _PlainLoop:
+    """A policy-gradient step as users of DeepSpeed write it: padded rows through the model's own forward."""
+
+    stage = _STAGES[0]
+
+    def __init__(self, device: Device, load: Load, folder: Folder) -> None:
+        library = deepspeed_for(device)
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(device.collectives.backend, store=store, rank=0, world_size=1)
+        model = transformers_class("Qwen2ForCausalLM").from_pretrained(folder.path, dtype=load.dtype)
+        options = ZeroOptions(stage=self.stage, compute_dtype=dtype_name(load.dtype))
+        config = options.deepspeed_config(sum(one.numel() for one in model.parameters()))
+        config |= {"gradient_clipping": 1.0, "managed_gradient_accumulation": True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        self._engine, *_ = library.initialize(
+            model=model.to(device.torch_device), optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self._device = device.torch_device
+
+    def step(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        there = {name: entry.to(self._device) for name, entry in batch.items()}
+        logits = self._engine(input_ids=there["input_ids"], attention_mask=there["attention_mask"]).logits
+        logprob = logits[:, :-1].float().log_softmax(-1).gather(2, there["input_ids"][:, 1:, None])[..., 0]
+        mask = there["loss_mask"][:, 1:]
+        ratio = (logprob - there["old_logprobs"][:, 1:]).exp()
+        gain = there["advantages"][:, None]
+        value = -torch.minimum(ratio * gain, ratio.clamp(1 - 0.2, 1 + 0.28) * gain)
+        loss = (value * mask).sum() / mask.sum()
+        self._engine.backward(loss)
+        self._engine.step()
+        return {"loss": float(loss.detach()), "grad_norm": float(self._engine.get_global_grad_norm())}
+
+    def close(self) -> None:
+        self._engine.destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+cases = (
+    Case(
+        "train/zero",
+        "one optimizer step of a Qwen2 under ZeRO 2 and 3, beside FSDP2 and beside DeepSpeed without rlcore",
+        _prepare,
+        estimate_s=40.0,
+        device_estimate_s=90.0,
+    ),
+)

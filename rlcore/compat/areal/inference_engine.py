@@ -1,0 +1,173 @@
+"""``RemoteInfEngine``: AReaLite's client of inference servers, over a ``RolloutController``; and its weight update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import rlcore
+from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
+from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
+from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
+from rlcore.errors import StateError, UnsupportedError
+from rlcore.rollout import RolloutClient, RolloutController, Trajectory, Workflow
+from rlcore.types import SyncReport
+
+
+@dataclass
+class WeightUpdateMeta:
+    """One way of a weight update: here always ``sync_weights``, by the best route.
+
+    AReaLite's "disk" and "nccl" (newer: "xccl") lead to the same weights; which route was taken is in ``report``.
+    """
+
+    type: str
+    report: SyncReport | None = None
+    waiting: list[tuple[RemoteInfEngine, Future[None]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.type not in ("disk", "nccl", "xccl"):
+            raise UnsupportedError(f"WeightUpdateMeta(type={self.type!r})", "'disk', 'nccl' and 'xccl' are")
+
+    @classmethod
+    def from_disk(cls, *_: Any, **__: Any) -> WeightUpdateMeta:
+        return cls("disk")
+
+    @classmethod
+    def from_fsdp_nccl(cls, *_: Any, **__: Any) -> WeightUpdateMeta:
+        return cls("nccl")
+
+    @classmethod
+    def from_fsdp_xccl(cls, *_: Any, **__: Any) -> WeightUpdateMeta:
+        return cls("xccl")
+
+
+class _AnyWorkflow(Workflow):
+    """Runs the workflow that comes with each item."""
+
+    async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory] | None:
+        item, workflow = data
+        found = await workflow.arun_episode(EpisodeEngine(client), item)
+        return None if found is None else trajectories_of(found)
+
+
+@dataclass
+class _Server:
+    """The engine that the clients of one model share."""
+
+    engine: rlcore.InferenceEngine
+    controller: RolloutController
+    num_clients: int = 0
+
+
+class RemoteInfEngine:
+    """AReaLite's client of inference servers, ``RemoteSGLangEngine`` in its programs."""
+
+    _servers: dict[str, _Server] = {}  # noqa: RUF012 (shared by all clients on purpose)
+
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        self.config = config
+        self._eval_version: int | None = None
+        self._eval_items: list[tuple[Any, RolloutWorkflow]] = []
+        self._loader: _Paired | None = None
+        self._server: _Server | None = None
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Build the inference engine of ``config.model_path``, or share that of an earlier client."""
+        if addr is not None:
+            raise UnsupportedError(f"initialize(addr={addr!r})", "the engine is built here; there is no server")
+        key = str(self.config.model_path)
+        if key not in self._servers:
+            engine = rlcore.InferenceEngine(key, executor=self.config.executor).build(**self.config.options)
+            controller = RolloutController(
+                engine,
+                _AnyWorkflow(),
+                batch_size=self.config.consumer_batch_size,
+                max_staleness=self.config.max_head_offpolicyness,
+                max_concurrent=self.config.max_concurrent_rollouts,
+                episode_timeout_s=self.config.request_timeout,
+            )
+            self._servers[key] = _Server(engine, controller)
+        self._server = self._servers[key]
+        self._server.num_clients += 1
+
+    def destroy(self) -> None:
+        """Leave the engine; the last client closes it."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.num_clients -= 1
+        if not server.num_clients:
+            del self._servers[str(self.config.model_path)]
+            server.controller.close()
+            server.engine.close()
+
+    @property
+    def controller(self) -> RolloutController:
+        """The ``RolloutController`` behind it."""
+        if self._server is None:
+            raise StateError("the rollout engine is not initialized; call initialize(None, ft_spec)")
+        return self._server.controller
+
+    def set_version(self, version: int) -> None:
+        """Tell the version of the weights. One that is far ahead makes a client for evaluation, as in AReaLite."""
+        if version > self.controller.version + 10**6:
+            self._eval_version = version
+        else:
+            self.controller.set_version(version)
+
+    def get_version(self) -> int:
+        return self.controller.version if self._eval_version is None else self._eval_version
+
+    def submit(self, data: Any, workflow: RolloutWorkflow) -> None:
+        """Queue an episode."""
+        if self._eval_version is not None:
+            self._eval_items.append((data, workflow))
+        else:
+            self.controller.submit((data, workflow))
+
+    def wait(self, count: int, timeout: float | None = None) -> TensorBatch:
+        """Return a batch of ``count`` episodes."""
+        if self._eval_version is not None:
+            items, self._eval_items = self._eval_items[:count], self._eval_items[count:]
+            return batch_of(self.controller.evaluate(items, timeout_s=timeout))
+        return batch_of(self.controller.wait(count, timeout))
+
+    def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> TensorBatch:
+        """Run an episode for each item now, and return their batch."""
+        return batch_of(self.controller.rollout_episodes([(item, workflow) for item in data]))
+
+    def prepare_batch(self, dataloader: Iterable[Any], workflow: RolloutWorkflow) -> TensorBatch:
+        """Return the next batch of the asynchronous training. As in AReaLite, the first call's arguments are kept."""
+        if self._loader is None:
+            self._loader = _Paired(dataloader, workflow)
+        return batch_of(self.controller.prepare_episodes(self._loader))
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Begin to wait for the weights that ``actor.upload_weights(meta)`` sends."""
+        future: Future[None] = Future()
+        meta.waiting.append((self, future))
+        return future
+
+    def pause(self) -> None:
+        """Begin no more episodes."""
+        self.controller.pause()
+
+    def resume(self) -> None:
+        self.controller.resume()
+
+
+RemoteSGLangEngine = RemotevLLMEngine = RemoteInfEngine
+
+
+class _Paired:
+    """A dataloader whose items come with their workflow."""
+
+    def __init__(self, dataloader: Iterable[Any], workflow: RolloutWorkflow) -> None:
+        self._dataloader, self._workflow = dataloader, workflow
+
+    def __iter__(self) -> Iterator[list[tuple[Any, RolloutWorkflow]]]:
+        for items in self._dataloader:
+            yield [(item, self._workflow) for item in items]

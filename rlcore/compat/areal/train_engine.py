@@ -1,0 +1,170 @@
+"""``FSDPPPOActor``: AReaLite's actor, over a ``TrainEngine``.
+
+Letters: N sequences, L longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+import rlcore
+from rlcore.compat.areal.configuration import FinetuneSpec, OptimizerConfig, PPOActorConfig
+from rlcore.compat.areal.inference_engine import WeightUpdateMeta
+from rlcore.errors import StateError, UnsupportedError
+from rlcore.kernels.losses.interface import LossFn
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import decoupled_ppo, discounted_return, masked_whiten, ppo_clip
+from rlcore.quickstart.pretrained import model_class
+
+
+class FSDPPPOActor:
+    """AReaLite's actor: a ``TrainEngine`` with PPO's advantages and updates; also its reference model."""
+
+    def __init__(self, config: PPOActorConfig) -> None:
+        self.config = config
+        self._version = 0
+        self._engine: rlcore.TrainEngine | None = None
+
+    def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
+        """Build the train engine of ``config.path``."""
+        if addr is not None:
+            raise UnsupportedError(f"initialize(addr={addr!r})", "workers are started by rlcore.TrainEngine.build")
+        with rlcore.meta_device():
+            module = _actor_class(Path(self.config.path), self.config.optimizer).from_pretrained(self.config.path)
+        self._engine = rlcore.TrainEngine(module).build(**self.config.options)
+
+    def destroy(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    @property
+    def engine(self) -> rlcore.TrainEngine:
+        """The ``rlcore.TrainEngine`` behind it."""
+        if self._engine is None:
+            raise StateError("the actor is not initialized; call initialize(None, ft_spec)")
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        """The host: batches go to the workers from there."""
+        return torch.device("cpu")
+
+    def train(self, mode: bool = True) -> Self:
+        self.engine.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    def get_version(self) -> int:
+        return self._version
+
+    def step_lr_scheduler(self) -> None:
+        """Do nothing: the rate is constant, and schedulers of a module step with ``train_batch``."""
+
+    def compute_logp(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probs of the sampled tokens now, [N, L]; position t is token t, and not t + 1 as there."""
+        return self.engine.forward_logprobs(
+            _for_engine(batch),
+            temperature=self.config.temperature,
+            max_tokens_per_micro_batch=self.config.mb_spec.max_tokens_per_mb,
+        )
+
+    forward = forward_batch = compute_logp
+
+    def compute_advantages(self, batch: dict[str, Tensor]) -> None:
+        """Add ``advantages``, ``kl_rewards`` and ``tot_rewards`` [N, L] to the batch, by AReaLite's formulas."""
+        own = self.config
+        reward_N = (batch["rewards"] + own.reward_bias) * own.reward_scaling
+        reward_N = reward_N.clip(-own.reward_clip, own.reward_clip)
+        if own.group_reward_norm:
+            groups = reward_N.view(-1, own.group_size)
+            reward_N = ((groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
+        mask_NL = batch["loss_mask"].bool()
+        old_NL = batch["prox_logp"] if own.recompute_logprob and not own.use_decoupled_loss else batch["logprobs"]
+        kl_NL = torch.zeros_like(old_NL)
+        if "ref_logp" in batch:
+            kl_NL = -own.kl_ctl * (old_NL - batch["ref_logp"]) * mask_NL
+        total_NL = kl_NL.clone()
+        last_N = mask_NL.shape[1] - 1 - mask_NL.flip(1).long().argmax(1)
+        total_NL[torch.arange(len(last_N)), last_N] += reward_N
+        # GAE without a critic: its values are 0.
+        advantage_NL = discounted_return(total_NL, mask_NL, gamma=own.discount * own.gae_lambda)
+        batch["advantages"] = masked_whiten(advantage_NL, mask_NL) if own.adv_norm else advantage_NL
+        batch["kl_rewards"], batch["tot_rewards"] = kl_NL, total_NL
+
+    def ppo_update(self, batch: Mapping[str, Tensor]) -> list[dict[str, float]]:
+        """Take ``ppo_n_minibatches`` optimizer steps; return the metrics of each."""
+        own, entries = self.config, _for_engine(batch) | {"advantages": batch["advantages"]}
+        proximal = own.use_decoupled_loss or own.recompute_logprob
+        entries["old_logprobs"] = batch["prox_logp" if proximal else "logprobs"]
+        entries["rollout_logprobs"] = batch["logprobs"]
+        clip: dict[str, Any] = {"clip_low": own.eps_clip, "clip_high": own.eps_clip, "dual_clip": own.c_clip}
+        loss_fn = ppo_clip(**clip)
+        if own.use_decoupled_loss:
+            cap = float("inf") if own.behav_imp_weight_cap is None else own.behav_imp_weight_cap
+            loss_fn = decoupled_ppo(**clip, weight_high=cap)
+        rows = torch.arange(len(entries["input_ids"])).chunk(own.ppo_n_minibatches)
+        return [self.train_batch({name: value[one] for name, value in entries.items()}, loss_fn) for one in rows]
+
+    def train_batch(self, input_: Mapping[str, Tensor], loss_fn: LossFn) -> dict[str, float]:
+        """Take one optimizer step.
+
+        Args:
+            loss_fn: in rlcore's form, one value a token; weights of tokens are those of the mean over all of them,
+                which AReaLite's ``loss_weight_fn`` counts.
+        """
+        return self.engine.train_batch(
+            input_,
+            loss_fn,
+            temperature=self.config.temperature,
+            max_grad_norm=self.config.optimizer.gradient_clipping,
+            max_tokens_per_micro_batch=self.config.mb_spec.max_tokens_per_mb,
+        )
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Send the weights to the engines that wait for them; their futures end then."""
+        if not meta.waiting:
+            raise StateError("upload_weights() finds nobody who waits; call rollout.update_weights(meta) before")
+        waiting, meta.waiting = meta.waiting, []
+        for rollout, future in waiting:
+            try:
+                meta.report = rollout.controller.update_weights(self.engine)
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+            future.set_result(None)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face model folder."""
+        self.engine.export(folder)
+
+
+def _actor_class(path: Path, optimizer: OptimizerConfig) -> Any:
+    def on_weights_materialized(self: Any) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.parameters(),
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+        )
+
+    members = {"on_weights_materialized": on_weights_materialized}
+    return type("ArealActor", (HuggingFaceTrainModule, model_class(path)), members)
+
+
+def _for_engine(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        "input_ids": batch["input_ids"],
+        "attention_mask": batch["attention_mask"].bool(),
+        "loss_mask": batch["loss_mask"].bool(),
+    }

@@ -1,0 +1,162 @@
+"""``EpisodeRunner``: runs the episodes of a workflow in an event loop, which has a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import Prompt
+from rlcore.errors import RlcoreError, one_line
+from rlcore.rollout.client import RolloutClient
+from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.episode import Episode, EpisodeEnd, Outcome
+from rlcore.rollout.fleet import Fleet
+from rlcore.rollout.trajectory import Trajectory
+from rlcore.rollout.workflow import Workflow, as_trajectories
+
+_log = logging.getLogger(__name__)
+_CHECK_S = 0.5
+"""How often the fleet is asked to look for engines that do not answer."""
+Accept = Callable[[list[Trajectory]], bool]
+
+
+class EpisodeRunner:
+    """Begins episodes, cancels them, and tells how each ended.
+
+    It keeps no count of them and knows no staleness: that is the caller's.
+
+    Locks: the runner has none, because only the loop's thread touches its tasks. ``start``, ``cancel`` and
+    ``call_soon`` may be called in any thread, with the caller's lock held or not. They only queue something for the
+    loop, return at once, and take effect in the order of the calls. ``on_end``, and what ``call_soon`` was given, run
+    in the loop's thread while the runner holds nothing: they may take the caller's lock. So nobody may wait for the
+    loop while holding that lock: ``close`` is called without it, and never in the loop's thread.
+
+    Args:
+        fleet: answers the requests of the episodes.
+        defaults: sampling parameters where a workflow gives none.
+        reader: makes what reads conversations, when the first ``client.chat`` of an episode needs it.
+        episode_timeout_s: an episode that takes longer ends as "timed_out".
+        on_end: is told, once, how each episode ended that had begun to run.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        defaults: SamplingParams,
+        reader: Callable[[], ConversationReader],
+        episode_timeout_s: float,
+        on_end: Callable[[EpisodeEnd], None],
+    ) -> None:
+        self._fleet, self._defaults, self._reader = fleet, defaults, reader
+        self._episode_timeout_s, self._on_end = episode_timeout_s, on_end
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------ called from any thread
+
+    def start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
+        """Begin an episode.
+
+        Args:
+            accept: says of its trajectories whether the episode is good; None accepts all.
+        """
+        self.call_soon(self._start, number, data, workflow, accept)
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """Cancel those of these episodes that run. One of the same number that is started later is another one."""
+        self.call_soon(self._cancel, list(numbers))
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function in the loop's thread; after ``close`` do nothing."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *args)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._tasks)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel all episodes, wait for their ends, and end the thread.
+
+        Raises:
+            TimeoutError: an episode has not ended within ``timeout_s``.
+        """
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+
+    # --------------------------------------------------------------------------------- in the loop's thread
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        watch = self._loop.create_task(self._watch())
+        try:
+            self._loop.run_forever()
+        finally:
+            watch.cancel()
+            self._loop.run_until_complete(asyncio.gather(watch, return_exceptions=True))
+            self._loop.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self._fleet.check()
+
+    def _start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
+        self._tasks[number] = task = self._loop.create_task(self._run(number, data, workflow, accept))
+        task.add_done_callback(lambda _: self._tasks.pop(number, None) if self._tasks.get(number) is task else None)
+
+    def _cancel(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if task := self._tasks.pop(number, None):
+                task.cancel()
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
+        client = RolloutClient(self._ask, reader=self._reader, defaults=self._defaults)
+        trajectories: list[Trajectory] = []
+        outcome: Outcome = "rejected"
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(self._episode_timeout_s):
+                trajectories = as_trajectories(await workflow.run_episode(client, data))
+            if trajectories and (accept is None or accept(trajectories)):
+                outcome = "ended"
+        except asyncio.CancelledError:
+            self._on_end(EpisodeEnd(Episode(number, data, []), "cancelled", client.num_sampled))
+            raise
+        except TimeoutError as late:
+            outcome, error = "timed_out", late
+        except Exception as failed:
+            outcome, error = "failed", failed
+        if error is not None:
+            _log.warning("episode %d %s: %s; item %.200r", number, outcome, one_line(error), data)
+        self._on_end(EpisodeEnd(Episode(number, data, trajectories), outcome, client.num_sampled, error))
+
+    async def _ask(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        answer: asyncio.Future[RequestOutput] = self._loop.create_future()
+
+        def set_answer(found: RequestOutput | RlcoreError) -> None:
+            if not answer.done():
+                answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
+
+        request = self._fleet.submit(prompt, params, lambda found: self.call_soon(set_answer, found))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._fleet.cancel(request)
+            raise
