@@ -1,4 +1,4 @@
-"""What launcher="ray" costs, beside "process": run by hand, its numbers stand in docs/clusters.md.
+"""A program that measures launcher="ray" beside "process"; it is run by hand, and docs/clusters.md has its numbers.
 
     python -m tests.engines.launchers.ray_costs hosts    # root: a call, tensors and a start, over two namespaces
     python -m tests.engines.launchers.ray_costs scale    # the program's time for a call of 64 to 512 workers

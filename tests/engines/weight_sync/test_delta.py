@@ -62,7 +62,7 @@ def test_changes_come_out_bit_for_bit_in_the_shortest_encoding(
 
 
 def test_one_change_in_a_hundred_takes_two_bytes_in_a_hundred() -> None:
-    """Of words of 2 bytes: 1 for the place and 2 for the word of each, and 2 for each block of 256."""
+    """Each changed word has 2 bytes and 1 for its place; a block of 256 words has 2 more."""
     base = torch.zeros(1 << 20, dtype=torch.uint8)
     encoding, count, message = encode(base, changed(base, torch.int16, 0.01, 0), torch.int16)
     assert encoding is Encoding.POSITIONS

@@ -52,7 +52,7 @@ def tensor_parallel_dim(name: str) -> int | None:
 
 
 def part_of(tensor: Tensor, name: str, fsdp: tuple[int, int], tp: tuple[int, int]) -> Tensor:
-    """What the rank (place, size) of both has in its memory: torch cuts by tensor parallelism, then by FSDP."""
+    """Return what the rank (place, size) of both holds: torch cuts by tensor parallelism, then by FSDP."""
     dim = tensor_parallel_dim(name)
     if dim is not None:
         tensor = chunk(tensor, dim, *tp)
@@ -188,7 +188,7 @@ def test_a_box_without_an_end_is_refused(box: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_parts_of_real_ranks(tmp_path: Path) -> None:
-    """What torch's FSDP2 over tensor parallelism leaves on four processes, its plans and its checkpoints."""
+    """Torch's FSDP2 over tensor parallelism on four processes: its local parts, plans and checkpoints are right."""
     ranks, launcher = Path(__file__).with_name("ranked_boxes.py"), Path(fork_ranks.__file__)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, str(launcher), str(ranks), "4", str(tmp_path)]
