@@ -23,6 +23,7 @@ NEEDS = {
     "rlcore.integrations.verl.kernel": "verl",
     "rlcore.integrations.verl.platform": "verl",
     "rlcore.integrations.verl.plugin": "verl",
+    "rlcore.integrations.verl.rollout": "verl",
     "rlcore.kernels.linear.rows": "triton",
     "rlcore.kernels.linear.tiled": "triton",
     "rlcore.kernels.linear.tile_budget": "triton",
