@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import os
@@ -49,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MARKER",
         help="a test with this marker that is skipped, or a file that is, has failed: what it needs should be there",
     )
-    parser.addoption("--chaos-minutes", type=float, default=2.0, help="how long tests/chaos runs `rlcore chaos`")
+    parser.addoption("--chaos-minutes", type=float, default=0.5, help="how long tests/chaos runs `rlcore chaos`")
 
 
 def pytest_configure() -> None:
@@ -141,6 +142,29 @@ def short_runtime_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rl-", dir=None if is_short else "/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``made_once(name, make)``: a folder that ``make(folder)`` makes for all processes of this run of pytest.
+
+    The first that asks makes it, the others wait for it. What fails to be made is tried again by the next that asks.
+    """
+    of_run = tmp_path_factory.getbasetemp()
+    of_run = of_run.parent if hasattr(request.config, "workerinput") else of_run  # of pytest-xdist
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, is_made = of_run / f"once-{name}", of_run / f"once-{name}.made"
+        with open(of_run / f"once-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_made.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                is_made.touch()
+        return folder
+
+    return made
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
