@@ -13,6 +13,7 @@ import sys
 import tempfile
 import timeit
 import types
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,16 @@ def pytest_configure() -> None:
         )  # unlike an ignored signal, a handled one is no child's inheritance
 
 
+@pytest.hookimpl(trylast=True)  # when those that are not chosen have gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests may take longest begin first: `make` gives each file to one process, and waits for the last."""
+    """Files whose tests may take longest begin first, then those with the most tests: `make` gives each file to one
+    process, and waits for the last."""
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), *(mark.args if mark else [0.0]))
-    items.sort(key=lambda item: -longest[item.path])
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-longest[item.path], -tests[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)

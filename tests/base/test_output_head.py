@@ -280,6 +280,7 @@ def test_a_model_without_an_output_head_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute: the file begins early
 def test_docs_have_the_heads_of_all_classes() -> None:
     docs = (ROOT / "docs" / "engines.md").read_text()
     if f"classes of transformers {transformers.__version__}," not in docs:

@@ -74,6 +74,7 @@ class Reader:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # together minutes: the file begins early
 @pytest.mark.parametrize(("part", "num_commands"), [(0, 8), (1, 5), (2, 3)], ids=["device", "sampler", "trainer"])
 def test_the_tutorial(tmp_path: Path, part: int, num_commands: int) -> None:
     """Each part that writes one class, with the files of those before it."""
