@@ -16,6 +16,7 @@ from rlcore.errors import RlcoreError, one_line
 from rlcore.nn import HuggingFaceTrainModule
 
 REFUSED, NOT_MADE = "refused", "not made"
+FEW = 2
 
 LACKING: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
@@ -55,10 +56,12 @@ def found_heads() -> Iterator[FoundHead]:
 
 def _found_head(model_class: Any, name: str, model_type: str) -> FoundHead:
     policy = type(name, (HuggingFaceTrainModule, model_class), {})
+    options = LACKING.get(model_type, {})
     try:
-        config = model_class.config_class(**LACKING.get(model_type, {}))
-        with torch.device("meta"):
-            module = policy(config)
+        try:
+            module = _on_meta(policy, _with_few_layers(model_class.config_class(**options)))
+        except Exception:  # it needs them all
+            module = _on_meta(policy, model_class.config_class(**options))
     except Exception as error:
         return FoundHead(name, model_type, NOT_MADE, one_line(error))
     try:
@@ -66,6 +69,22 @@ def _found_head(model_class: Any, name: str, model_type: str) -> FoundHead:
     except RlcoreError as error:
         return FoundHead(name, model_type, REFUSED, str(error))
     return FoundHead(name, model_type, _formula(head.softcap, head.logit_scale))
+
+
+def _on_meta(policy: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return policy(config)
+
+
+def _with_few_layers(config: Any) -> Any:
+    """Leave ``FEW`` layers, on whose number no logits depend, to the config and to those within it; return it."""
+    from transformers import PretrainedConfig
+
+    config.num_hidden_layers = min(FEW, getattr(config, "num_hidden_layers", FEW))
+    for part in vars(config).values():
+        if isinstance(part, PretrainedConfig):
+            _with_few_layers(part)
+    return config
 
 
 def _formula(softcap: float | None, logit_scale: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.conformance.conftest import HERE, Outcome
+from tests.conftest import ROOT
 from tests.warm import ENGINES, run_warm
 
 pytestmark = pytest.mark.timeout(900)
@@ -26,10 +27,11 @@ def plugin(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, kind: str, name: str, *tests: str, plugin: Path | None = None, options: Any = ()) -> Outcome:
-    """The suite, or tests of it such as "test_generate::test_...", in an empty folder."""
+    """The suite, or tests of it such as "test_generate::test_...", in an empty folder; a whole one has warm workers."""
     suite = f"rlcore.conformance.{kind}_executor"
     named = [f"{suite}.{test}" for test in tests] or ["rlcore.conformance"]
-    paths = [os.environ.get("PYTHONPATH", ""), *([str(plugin), str(HERE)] if plugin else [])]
+    paths = [os.environ.get("PYTHONPATH", ""), *([str(plugin)] if plugin else []), str(HERE), str(ROOT)]
+    options = (*options, *(() if tests else ("-p", "warm_suite")))
     arguments = [f"--{kind}-executor", name, "--device", "cpu", "--conformance-json", "report.json", *options]
     (folder / "empty").mkdir()
     found = run_warm(

@@ -20,7 +20,8 @@ from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from tests.warm import LIMIT_S
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "plugins.md"
 _BLOCK = re.compile(r"(?:^`(?P<path>\S+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -58,10 +59,14 @@ class Reader:
         return number
 
     def _run(self, command: str, expected: str) -> None:
+        settings = {"PATH": self._path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+        if re.search(r"rlcore\.conformance --\w+-executor", command):  # a whole suite, which starts many workers
+            settings["PYTEST_ADDOPTS"] += " -p warm_suite"
+            settings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "conformance"), str(ROOT)])
         found = subprocess.run(
             ["bash", "-c", command],
             cwd=self._folder,
-            env=os.environ | {"PATH": self._path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"},
+            env=os.environ | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -639,6 +639,7 @@ def test_a_small_model_has_one_thread_unless_more_are_given(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2700)
 def test_it_learns_from_rewards_and_from_nothing_else(
     start: Start, made_once: Callable[..., Path], tmp_path: Path
 ) -> None:

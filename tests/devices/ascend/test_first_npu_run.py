@@ -192,7 +192,7 @@ def curve(lines: bytes) -> list[dict[str, float]]:
 
 @pytest.mark.npu_sim
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(
     _simulated: dict[str, str], made_once: Callable[..., Path], tmp_path: Path
 ) -> None:
