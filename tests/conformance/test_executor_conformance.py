@@ -27,15 +27,14 @@ def plugin(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, kind: str, name: str, *tests: str, plugin: Path | None = None, options: Any = ()) -> Outcome:
-    """The suite, or tests of it such as "test_generate::test_...", in an empty folder; a whole one has warm workers."""
+    """The suite, or tests of it such as "test_generate::test_...", in an empty folder."""
     suite = f"rlcore.conformance.{kind}_executor"
     named = [f"{suite}.{test}" for test in tests] or ["rlcore.conformance"]
     paths = [os.environ.get("PYTHONPATH", ""), *([str(plugin)] if plugin else []), str(HERE), str(ROOT)]
-    options = (*options, *(() if tests else ("-p", "warm_suite")))
     arguments = [f"--{kind}-executor", name, "--device", "cpu", "--conformance-json", "report.json", *options]
     (folder / "empty").mkdir()
     found = run_warm(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", *named, *arguments],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "warm_peers", "--pyargs", *named, *arguments],
         env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
         cwd=folder / "empty",
         modules=ENGINES,

@@ -1,16 +1,10 @@
-"""A plugin for runs of the suites in processes of their own: workers of engines begin with what they import there."""
+"""Loaded by ``-p`` in a program that is not warm itself: as warm_peers, with what engines import."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
 
-import pytest
+from tests.warm import ENGINES
 
-from tests.warm import ENGINES, warm, warm_workers
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _warm_workers() -> Iterator[None]:
-    warm(*ENGINES)  # before any test counts processes
-    with warm_workers():
-        yield
+for _name in (*ENGINES, "tests.conformance.warm_peers"):
+    importlib.import_module(_name)

@@ -1,0 +1,19 @@
+"""Loaded by ``-p`` before all else: processes that a suite starts are forks of this one as it is now, with torch."""
+
+from __future__ import annotations
+
+from tests.warm import WarmPopen, fork_server, starting
+
+_SERVER = fork_server()
+
+from rlcore.engines.launchers import worker_process  # noqa: E402  # the fork has nothing of rlcore
+from rlcore.process import message_child  # noqa: E402
+
+
+class _Popen(WarmPopen):
+    @staticmethod
+    def _folder() -> str:
+        return _SERVER
+
+
+message_child.subprocess = worker_process.subprocess = starting(_Popen)  # type: ignore[attr-defined]
