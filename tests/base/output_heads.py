@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from rlcore.errors import RlcoreError, one_line
 from rlcore.nn import HuggingFaceTrainModule
 
 REFUSED, NOT_MADE = "refused", "not made"
-FEW = 2
 
 LACKING: dict[str, dict[str, Any]] = {
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
@@ -38,8 +36,8 @@ class FoundHead(NamedTuple):
     reason: str = ""
 
 
-def found_heads() -> Iterator[FoundHead]:
-    import transformers
+def model_classes() -> dict[str, str]:
+    """Return the model type of each class, by the names of the classes in their order."""
     from transformers.models.auto import modeling_auto
 
     classes: dict[str, str] = {}
@@ -50,18 +48,18 @@ def found_heads() -> Iterator[FoundHead]:
         for model_type, names in mapping.items():
             for name in [names] if isinstance(names, str) else names:
                 classes.setdefault(name, model_type)
-    for name, model_type in sorted(classes.items()):
-        yield _found_head(getattr(transformers, name), name, model_type)
+    return dict(sorted(classes.items()))
 
 
-def _found_head(model_class: Any, name: str, model_type: str) -> FoundHead:
+def found_head(name: str, model_type: str) -> FoundHead:
+    import transformers
+
+    model_class = getattr(transformers, name)
     policy = type(name, (HuggingFaceTrainModule, model_class), {})
-    options = LACKING.get(model_type, {})
     try:
-        try:
-            module = _on_meta(policy, _with_few_layers(model_class.config_class(**options)))
-        except Exception:  # it needs them all
-            module = _on_meta(policy, model_class.config_class(**options))
+        config = model_class.config_class(**LACKING.get(model_type, {}))
+        with torch.device("meta"):
+            module = policy(config)
     except Exception as error:
         return FoundHead(name, model_type, NOT_MADE, one_line(error))
     try:
@@ -69,22 +67,6 @@ def _found_head(model_class: Any, name: str, model_type: str) -> FoundHead:
     except RlcoreError as error:
         return FoundHead(name, model_type, REFUSED, str(error))
     return FoundHead(name, model_type, _formula(head.softcap, head.logit_scale))
-
-
-def _on_meta(policy: Any, config: Any) -> Any:
-    with torch.device("meta"):
-        return policy(config)
-
-
-def _with_few_layers(config: Any) -> Any:
-    """Leave ``FEW`` layers, on whose number no logits depend, to the config and to those within it; return it."""
-    from transformers import PretrainedConfig
-
-    config.num_hidden_layers = min(FEW, getattr(config, "num_hidden_layers", FEW))
-    for part in vars(config).values():
-        if isinstance(part, PretrainedConfig):
-            _with_few_layers(part)
-    return config
 
 
 def _formula(softcap: float | None, logit_scale: float) -> str:
@@ -95,7 +77,7 @@ def _formula(softcap: float | None, logit_scale: float) -> str:
 def table() -> str:
     """Return the formulas, and the classes that have each."""
     by_formula: dict[str, list[str]] = {}
-    for found in found_heads():
+    for found in map(found_head, *zip(*model_classes().items(), strict=True)):
         by_formula.setdefault(found.formula, []).append(found.class_name)
     rows = sorted(by_formula.items(), key=lambda row: (row[0] in {REFUSED, NOT_MADE}, -len(row[1]), row[0]))
     lines = ["| logits, z = hidden @ weight.T + bias | classes |", "| --- | --- |"]
