@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.hf.decoding import BatchDecoder, Decoded
-from rlcore.engines.sampling.hf.sampler import sample_keys
 from rlcore.engines.sampling.hf.schedule import SampleRequest
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt, seeds_of_each
+from rlcore.engines.sampling.prompts import Prompt
 from rlcore.engines.sampling.request_queue import PausableQueue
+from rlcore.engines.sampling.seeds import sample_keys, seeds_of_each
 
 _MOST_BATCHES = 4
 """Batches that are decoded by turns. What comes later waits for one to end, and is then one batch: a step of a larger

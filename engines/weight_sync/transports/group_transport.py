@@ -1,4 +1,4 @@
-"""What the transports have in common whose peers form a process group."""
+"""The base of transports whose peers form a process group."""
 
 from __future__ import annotations
 
