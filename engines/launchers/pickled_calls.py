@@ -25,7 +25,7 @@ _PICKLES: _Pickles = weakref.WeakKeyDictionary()
 
 
 class _OneCall:
-    """What was pickled for the first of several workers that are sent one call."""
+    """Holds what was pickled for the first of several workers that are sent one call."""
 
     def __init__(self) -> None:
         self.functions: _Pickles = {}
