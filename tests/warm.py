@@ -81,9 +81,10 @@ def without_settings() -> dict[str, str]:
 class WarmPopen(subprocess.Popen[bytes]):
     """A process of this interpreter that finds ``ENGINES`` imported: as any other child of this process."""
 
-    @staticmethod
-    def _folder() -> str:
-        return _started(sys.executable, ENGINES)
+    modules = ENGINES
+
+    def _folder(self) -> str:
+        return _started(sys.executable, self.modules)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """The arguments are those of `subprocess.Popen` in Python 3.11 to 3.14."""

@@ -61,7 +61,7 @@ class Runs:
         folder.mkdir()
         python = self.simdev_python if run.device == "simdev" else Path(sys.executable)
         path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE), str(HERE.parents[1])])
-        peers = ("-p", "warm_peers")
+        peers = ("-p", "warm_peers") if run.device == "cpu" else ()  # a vendor's library may not survive a fork
         found = subprocess.run(
             [*warm(python=python), "-m", "pytest", "-p", "no:cacheprovider", *peers, *run.arguments],
             cwd=folder,

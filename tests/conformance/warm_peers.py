@@ -11,8 +11,7 @@ from rlcore.process import message_child  # noqa: E402
 
 
 class _Popen(WarmPopen):
-    @staticmethod
-    def _folder() -> str:
+    def _folder(self) -> str:
         return _SERVER
 
 
