@@ -27,7 +27,7 @@ class _Source(msgspec.Struct):
 
 
 class _QueueState(msgspec.Struct):
-    """What ``EpisodeQueue.state_dict`` returns."""
+    """The state that ``EpisodeQueue.state_dict`` returns."""
 
     version: _Count
     next_number: _Count
