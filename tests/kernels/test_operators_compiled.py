@@ -18,6 +18,7 @@ from rlcore.kernels.token.logprob import TokenLogprobCall
 from rlcore.ops import linear_logprob, linear_loss, token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_equal_in_float64, doubled
+from tests.warm import run_warm
 
 T, H, V = 24, 8, 50
 
@@ -223,14 +224,18 @@ def test_a_compiled_loss_function_is_compiled_inside_linear_loss() -> None:
     assert graphs.frame_count >= 1
 
 
-def test_graphs_break_alike_where_the_operators_were_imported_before_the_compiler(run_python: Any) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "number"),
+    [("linear_loss_i", 2), pytest.param("split_vocabulary", 1, marks=pytest.mark.slow)],
+)
+def test_graphs_break_alike_where_the_operators_were_imported_before_the_compiler(chosen: str, number: int) -> None:
     """In this file's own process the compiler comes first."""
-    result = run_python(
+    result = run_warm(
         "import sys, pytest\n"
         "import rlcore.kernels.linear.loss, rlcore.kernels.token.vocab_parallel\n"
         "assert 'torch._dynamo' not in sys.modules\n"
-        f"chosen = [{__file__!r}, '-k', 'one_graph_break or in_a_full_graph']\n"
+        f"chosen = [{__file__!r}, '-k', {chosen!r}, '-m', 'not slow']\n"
         "sys.exit(pytest.main(['-q', '--assert=plain', '-p', 'no:cacheprovider', *chosen]))",
         cwd=Path(__file__).parents[2],
     )
-    assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and f"{number} passed" in result.stdout, result.stdout + result.stderr

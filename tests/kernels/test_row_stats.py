@@ -156,8 +156,9 @@ def test_who_does_not_ask_gets_two_values_and_no_numbers() -> None:
     assert [*one.row_stats] == ["mean_logit"] and len(one) == 2
 
 
-@pytest.mark.parametrize("row_stats", [("is_top1", "sum_squares"), ["mean_logit"]], ids=str)
-@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize(
+    ("row_stats", "requires_grad"), [(("is_top1", "sum_squares"), True), (["mean_logit"], False)], ids=str
+)
 def test_a_full_graph_has_them_too(row_stats: Any, requires_grad: bool) -> None:
     torch.compiler.reset()
     hidden, weight, _ = (x.double().requires_grad_(requires_grad) for x in whole_numbers(24, 5, 40))
