@@ -81,9 +81,10 @@ def without_settings() -> dict[str, str]:
 class WarmPopen(subprocess.Popen[bytes]):
     """A process of this interpreter that finds ``ENGINES`` imported: as any other child of this process."""
 
-    @staticmethod
-    def _folder() -> str:
-        return _started(sys.executable, ENGINES)
+    modules = ENGINES
+
+    def _folder(self) -> str:
+        return _started(sys.executable, self.modules)
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """The arguments are those of `subprocess.Popen` in Python 3.11 to 3.14."""
@@ -96,6 +97,12 @@ class WarmPopen(subprocess.Popen[bytes]):
             return
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+class TorchPopen(WarmPopen):
+    """One that finds torch imported."""
+
+    modules = ()
 
 
 def starting(kind: type[subprocess.Popen[bytes]]) -> types.SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Loaded by ``-p`` before all else: the processes that the suite starts are forks of this one as it is now, with torch."""
+"""Loaded by ``-p`` before all else: the processes that the suite starts are forks of this one, which has torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rlcore.process import message_child  # noqa: E402  # the fork has nothing o
 
 
 class _Popen(WarmPopen):
-    @staticmethod
-    def _folder() -> str:
+    def _folder(self) -> str:
         return _SERVER
 
 
