@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import LIMIT_S, WarmPopen
+from tests.warm import LIMIT_S, TorchPopen
 
 LAUNCHER = Path(__file__).with_name("fork_ranks.py")
 TESTS = [str(LAUNCHER.with_name(name)) for name in ("ranked_heads.py", "ranked_logits.py")]
@@ -26,7 +26,7 @@ TESTS = [str(LAUNCHER.with_name(name)) for name in ("ranked_heads.py", "ranked_l
     ],
 )
 def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
-    ranks = WarmPopen(
+    ranks = TorchPopen(
         [sys.executable, str(LAUNCHER), str(size), str(tmp_path), *TESTS],
         env=os.environ | {"TEST_DEVICE": device, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
