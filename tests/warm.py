@@ -99,6 +99,12 @@ class WarmPopen(subprocess.Popen[bytes]):
         self._close_pipe_fds(*pipes)
 
 
+class TorchPopen(WarmPopen):
+    """One that finds torch imported."""
+
+    modules = ()
+
+
 def starting(kind: type[subprocess.Popen[bytes]]) -> types.SimpleNamespace:
     """What a module imports as ``subprocess`` for its processes of this interpreter to be of that kind."""
 

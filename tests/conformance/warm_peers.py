@@ -1,4 +1,4 @@
-"""Loaded by ``-p`` before all else: processes that a suite starts are forks of this one as it is now, with torch."""
+"""Loaded by ``-p`` before all else: the processes that the suite starts are forks of this one, which has torch."""
 
 from __future__ import annotations
 
