@@ -35,7 +35,11 @@ def run(folder: Path, kind: str, name: str, *tests: str, plugin: Path | None = N
     (folder / "empty").mkdir()
     found = run_warm(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "warm_peers", "--pyargs", *named, *arguments],
-        env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "RLCORE_PROBE_TIMEOUT_S": "200",  # in which the faulty executors are imported on a busy machine, too
+        },
         cwd=folder / "empty",
         modules=ENGINES,
     )
