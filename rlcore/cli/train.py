@@ -34,11 +34,11 @@ def train(
     from rlcore.quickstart.interrupt import Interrupt, Interrupted
     from rlcore.training.config import TrainConfig
     from rlcore.training.program import TrainProgram
-    from rlcore.training.run_folder import RunFolder
+    from rlcore.training.run_folder import TrainFolder
 
     settings = read_configuration(config, overrides or [], TrainConfig)
     command = shlex.join(["rlcore", "train", str(config), *(overrides or []), "--resume"])
-    with RunFolder(settings, resume=resume) as folder:
+    with TrainFolder(settings, resume=resume) as folder:
         try:
             with Interrupt(_say_at_once) as interrupt:
                 TrainProgram(settings, config.parent, folder, say).run(interrupt)

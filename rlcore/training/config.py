@@ -54,7 +54,7 @@ class DataSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSection(Section):
-    """What is learned from a batch."""
+    """How a batch is learned from."""
 
     loss: str = setting("decoupled_ppo", one_of(*LOSSES))
     """A factory of ``rlcore.ops``."""
@@ -165,7 +165,7 @@ class TrainConfig(Section):
     steps: int = setting(100, COUNT)
     """Batches that are trained on, those before a resume included."""
     seed: int = setting(0, _SEED)
-    """Of the order of the items, and of torch in this process."""
+    """It decides the order of the items, and seeds torch in this process."""
     placement: str = setting("apart", one_of("apart", "shared"))
     """"apart": trainer and samplers have devices of their own; "shared": they take turns on the trainer's devices."""
     data: DataSection

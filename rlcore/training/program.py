@@ -32,7 +32,7 @@ from rlcore.rollout import (
 )
 from rlcore.training.config import TrainConfig
 from rlcore.training.items import ShuffledItems, function_of, items_of
-from rlcore.training.run_folder import RunFolder, Trackers
+from rlcore.training.run_folder import TrainFolder, Trackers
 
 
 class TrainProgram:
@@ -43,7 +43,7 @@ class TrainProgram:
         say: is given a line for each step.
     """
 
-    def __init__(self, config: TrainConfig, home: Path, folder: RunFolder, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, home: Path, folder: TrainFolder, say: Callable[[str], None]) -> None:
         self.config, self.folder, self._say = config, folder, say
         self._stack = contextlib.ExitStack()
         data = config.data
@@ -239,7 +239,7 @@ class TrainProgram:
         )
 
 
-class PolicyMethods(HuggingFaceTrainModule):
+class ConfiguredPolicy(HuggingFaceTrainModule):
     """Mixed into the model's own class by ``policy_class``: the optimizer and the schedule of a configuration."""
 
     trained_by: TrainConfig
@@ -251,8 +251,8 @@ class PolicyMethods(HuggingFaceTrainModule):
 
 
 def policy_class(config: TrainConfig) -> Any:
-    """Return ``class Policy(PolicyMethods, <model class of the folder>)``."""
-    return type("Policy", (PolicyMethods, model_class(Path(config.model))), {"trained_by": config})
+    """Return ``class Policy(ConfiguredPolicy, <model class of the folder>)``."""
+    return type("Policy", (ConfiguredPolicy, model_class(Path(config.model))), {"trained_by": config})
 
 
 def rate_factor(config: TrainConfig, update: int) -> float:

@@ -27,7 +27,7 @@ from rlcore.training.config import MetricsSection, TrainConfig
 Metrics = Mapping[str, float]
 
 
-class RunFolder:
+class TrainFolder:
     """A run's folder, which one process at a time uses.
 
     Raises:

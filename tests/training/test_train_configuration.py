@@ -14,7 +14,7 @@ from rlcore.configuration_file import read_configuration
 from rlcore.errors import RlcoreError
 from rlcore.quickstart.model import quickstart_model
 from rlcore.training.config import TrainConfig
-from rlcore.training.items import ShuffledItems
+from rlcore.training.items import ShuffledItems, function_of, items_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -112,9 +112,17 @@ def test_a_tracker_that_is_absent_is_named_before_a_model_is_loaded(
     )
 
 
-def test_the_example_is_a_configuration_and_the_page_has_all_fields() -> None:
+def test_the_example_is_a_configuration_and_the_page_has_all_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     found = read_configuration(ROOT / "examples" / "addition.yaml", ["steps=7"], TrainConfig)
     assert (found.steps, found.algorithm.learning_rate, found.rollout.max_staleness) == (7, 3e-4, 1)
+    train, held_out = (
+        items_of(found.data.train, ROOT / "examples"),
+        items_of(str(found.data.held_out), ROOT / "examples"),
+    )
+    assert len(held_out) == 512 and not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
+    verify = function_of(str(found.data.reward), ROOT / "examples")
+    assert (verify({"a": 47, "b": 85}, "231"), verify({"a": 47, "b": 85}, "132")) == (1.0, 0.0)
     page = (ROOT / "docs" / "train.md").read_text()
     (shown,) = [block for block in page.split("```yaml\n")[1:] if block.startswith("model:")]
     written = yaml.safe_load(shown.partition("```")[0])

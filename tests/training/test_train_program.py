@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from rlcore.cli import main as cli
 from rlcore.errors import InvalidInputError
+from rlcore.examples import addition
 from rlcore.quickstart.model import quickstart_model
-from tests.warm import ENGINES, kill, warm, without_settings
+from tests.warm import ENGINES, kill, warm, warm_workers, without_settings
 
+ROOT = Path(__file__).resolve().parents[2]
 ITEMS, BATCH = 64, 4
 CONFIG = """
 model: {model}
@@ -121,12 +123,13 @@ def begin(folder: Path) -> subprocess.Popen[str]:
 def test_kill_and_ctrl_c_lose_nothing_and_repeat_nothing(folder: Path) -> None:
     killed = begin(folder)
     kill(killed)
+    killed.communicate()
     assert {one["step"] for one in lines(folder, "metrics")} >= {0, 1, 2, 3}
 
     stopped = begin(folder)  # goes on from step 2
     stopped.send_signal(signal.SIGINT)
-    told = stopped.stderr.read() if stopped.stderr else ""
-    assert stopped.wait() == 130 and "stopping after this step; press Ctrl-C again to stop at once" in told
+    _, told = stopped.communicate()
+    assert stopped.returncode == 130 and "stopping after this step; press Ctrl-C again to stop at once" in told
     assert "stopped; continue with: rlcore train config.yaml steps=12 --resume" in told
     done = len(lines(folder, "metrics")) - 1
     check_episodes(folder, done)
@@ -142,7 +145,27 @@ def test_a_second_ctrl_c_ends_it_at_once(folder: Path) -> None:
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
-    told = process.stderr.read() if process.stderr else ""
-    assert process.wait() == 130 and "stopped at once; continue after the last checkpoint with: rlcore train" in told
+    _, told = process.communicate()
+    assert (
+        process.returncode == 130 and "stopped at once; continue after the last checkpoint with: rlcore train" in told
+    )
     train("steps=12", "--resume")
     check_episodes(folder, 12)
+
+
+@pytest.mark.slow
+def test_the_example_imitates_and_goes_on_by_reinforcement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickstart's task with its tiny model: a short imitation, and few steps in processes of their own."""
+    for name in ("addition.py", "addition.yaml"):
+        (folder / name).write_bytes((ROOT / "examples" / name).read_bytes())
+    monkeypatch.setenv("RLCORE_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(addition, "IMITATION_STEPS", 60)
+    addition.main(str(folder / "addition-model"))
+    with warm_workers():
+        found = CliRunner().invoke(cli.app, ["train", "addition.yaml", "steps=3", "output=run", "evaluation.every=2"])
+    assert found.exception is None, found.exception
+    metrics = lines(folder, "metrics")
+    assert [one["step"] for one in metrics if "held_out_reward" in one] == [0, 2, 3]
+    assert all(0 < one["reward"] < 1 for one in metrics[1:])
+    rewards = [one["rewards"] for one in lines(folder, "episodes")]
+    assert len(rewards) == 3 * 32 and all(len(set(group)) == 2 for group in rewards), "drop_equal_groups"
