@@ -33,11 +33,11 @@ class RewardModel(HuggingFaceTrainModule, Qwen2ForTokenClassification):
     def on_weights_materialized(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)
 
-    def scores(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+    def scores(self, ids_NL, mask_NL):
         with torch.no_grad():
             return self._scores(ids_NL, mask_NL).cpu()
 
-    def learn_preferences(self, ids_NL: Tensor, mask_NL: Tensor) -> float:
+    def learn_preferences(self, ids_NL, mask_NL):
         """Rows are pairs: the preferred answer, then the other one (Bradley and Terry's loss); return the loss."""
         better_P, worse_P = self._scores(ids_NL, mask_NL).view(-1, 2).unbind(1)
         loss = -nn.functional.logsigmoid(better_P - worse_P).mean()
@@ -46,7 +46,7 @@ class RewardModel(HuggingFaceTrainModule, Qwen2ForTokenClassification):
         self.optimizer.zero_grad()
         return float(loss.detach())
 
-    def _scores(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+    def _scores(self, ids_NL, mask_NL):
         ends_N = mask_NL.sum(1).cumsum(0)
         batch = {"input_ids": ids_NL[mask_NL].to(self.device), "cu_seqlens": nn.functional.pad(ends_N, (1, 0)).int()}
         return self.score(self.hidden_states(batch))[ends_N - 1, 0]
@@ -63,7 +63,16 @@ def teach(reward_model: rlcore.TrainEngine, batch: dict[str, Tensor]) -> float:
     rows_P2 = torch.arange(len(batch["input_ids"])).view(-1, 2)
     ordered_P2 = torch.where((left_P >= right_P)[:, None], rows_P2, rows_P2.flip(1))
     rows = ordered_P2[left_P != right_P].flatten()
-    return reward_model.learn_preferences(batch["input_ids"][rows], batch["attention_mask"][rows])[0]
+    (loss,) = reward_model.learn_preferences(batch["input_ids"][rows], batch["attention_mask"][rows])
+    return float(loss)
+
+
+def agreement_with_teacher(reward_model: rlcore.TrainEngine, batch: dict[str, Tensor]) -> float:
+    """Return the share of pairs, of all that differ for the teacher, that the scores order as he does."""
+    (score_N,) = reward_model.scores(batch["input_ids"], batch["attention_mask"])
+    count_N = sevens(batch)
+    taste_NN, found_NN = (count_N[:, None] - count_N).sign(), (score_N[:, None] - score_N).sign()
+    return float((taste_NN == found_NN)[taste_NN != 0].float().mean())
 
 
 def improve(policy: rlcore.TrainEngine, reward_model: rlcore.TrainEngine, batch: dict[str, Tensor]) -> None:
@@ -74,6 +83,7 @@ def improve(policy: rlcore.TrainEngine, reward_model: rlcore.TrainEngine, batch:
 
 
 def main(num_lessons: int = 30, num_steps: int = 8) -> tuple[float, float, float]:
+    torch.manual_seed(0)
     path = quickstart_model(seed=0)
     with rlcore.meta_device():
         policy_module = Policy.from_pretrained(path)
@@ -91,9 +101,8 @@ def main(num_lessons: int = 30, num_steps: int = 8) -> tuple[float, float, float
                 episodes = rollout.evaluate(PROMPTS[lesson % 25 * 8 :][:8])
                 batch = collate_trajectories([one.trajectories for one in episodes])
                 loss = teach(reward_model, batch)
-            score, taste = reward_model.scores(batch["input_ids"], batch["attention_mask"])[0], sevens(batch).float()
-            agreement = float(torch.corrcoef(torch.stack([score, taste]))[0, 1])
-            print(f"reward model: loss {loss:.3f}, correlation with the teacher's taste {agreement:.3f}")
+            agreement = agreement_with_teacher(reward_model, batch)
+            print(f"reward model: loss {loss:.3f}, agrees with the teacher on {agreement:.0%} of the pairs")
             counts = []
             for step in range(num_steps):
                 batch = rollout.prepare_batch(PROMPTS)

@@ -32,7 +32,7 @@ from rlcore.rollout import (
 )
 from rlcore.training.config import TrainConfig
 from rlcore.training.items import ShuffledItems, function_of, items_of
-from rlcore.training.run_folder import TrainFolder, Trackers
+from rlcore.training.run_folder import Trackers, TrainFolder
 
 
 class TrainProgram:

@@ -111,5 +111,5 @@ def test_a_killed_sampler_is_replaced_and_no_episode_is_lost(model: Path, train:
 
 def test_a_reward_model_learns_preferences_and_teaches_a_policy(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_model, "quickstart_model", lambda seed: model)
-    agreement, first, last = reward_model.main(num_lessons=20, num_steps=4)
-    assert agreement > 0.5 and last > first + 1
+    agreement, first, last = reward_model.main(num_steps=4)
+    assert agreement > 0.7 and last > first + 1
