@@ -29,6 +29,7 @@ class RewardModel(HuggingFaceTrainModule, Qwen2ForTokenClassification):
     """Scores a sequence at its last token. The weights begin as the policy's, ``score`` is new."""
 
     new_parameters = ("score",)
+    score: nn.Module
 
     def on_weights_materialized(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)
