@@ -80,6 +80,9 @@ def common_stores(all_gather: Callable[[bytes], list[bytes]], common: Callable[[
 def store_of(path: str, ask: Ask | None) -> str | Store:
     """Return what a member of a group is given as its rendezvous: a folder's path as it is, or a store.
 
+    The sender's own is a clone: it waits in it for what receivers write, and a connection to the store of all trainer
+    ranks does nothing else while it waits for a key.
+
     Args:
         ask: of a receiver, to which the store of a path is the sender's.
     """
@@ -87,7 +90,10 @@ def store_of(path: str, ask: Ask | None) -> str | Store:
         return ActorStore(path)
     if not path.startswith("store:"):
         return path
-    return _here[path] if ask is None else AskedStore(path, ask)
+    if ask is not None:
+        return AskedStore(path, ask)
+    clone: Store = _here[path].clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return clone
 
 
 def answer(question: StoreQuestion) -> StoreAnswer:

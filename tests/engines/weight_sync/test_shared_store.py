@@ -6,11 +6,13 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed as dist
 
 from rlcore._torch_private import HashStore, PrefixStore
 from rlcore.engines.weight_sync.channels import control as control_module
@@ -162,6 +164,26 @@ def test_what_is_no_operation_of_a_known_store_is_refused(shared: SharedStore) -
     shared.remove()
     assert answer(StoreQuestion(store=shared.path, operation="check", keys=["a"])).store_error
     assert store_of("/a/folder", answer) == "/a/folder"
+
+
+def test_a_sender_that_waits_in_the_store_of_all_ranks_answers_meanwhile() -> None:
+    """A client of a TCPStore holds its lock while it waits for a key."""
+    shared = SharedStore("name", dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60)))
+    own = store_of(shared.path, None)
+    assert not isinstance(own, str)
+    is_waiting = threading.Event()
+
+    def wait() -> None:
+        is_waiting.set()
+        own.wait(["theirs"])
+
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(wait)
+        is_waiting.wait()
+        time.sleep(0.1)  # into the wait, which tells nobody that it has begun
+        AskedStore(shared.path, answer).set("theirs", "value")
+        waiting.result()
+    shared.remove()
 
 
 def test_ranks_that_share_a_store_have_a_part_of_it_for_each_group() -> None:
