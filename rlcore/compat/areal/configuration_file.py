@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rlcore.arguments import LIST
 from rlcore.configuration_file import read_configuration
 from rlcore.errors import InvalidInputError
 
@@ -16,10 +17,11 @@ def load_expr_config(argv: Sequence[str], config_class: type[Any]) -> tuple[Any,
     """Read ``--config FILE.yaml key.key=value ...``; return the configuration and the file's name.
 
     Raises:
-        InvalidInputError: an unknown field (names the nearest), or a value of another type.
+        InvalidInputError: the file cannot be read, or is no YAML; an unknown field (names the nearest); a value of
+            another type.
     """
-    if list(argv[:1]) != ["--config"] or len(argv) < 2:
-        raise InvalidInputError(f"load_expr_config() takes --config FILE.yaml and then key=value, got {list(argv)!r}")
+    if not LIST.has(argv) or len(argv) < 2 or argv[0] != "--config":
+        raise InvalidInputError(f"load_expr_config() takes --config FILE.yaml and then key=value, got {argv!r:.200}")
     config = read_configuration(argv[1], argv[2:], config_class, ignored=IGNORED)
     rollout, actor = getattr(config, "rollout", None), getattr(config, "actor", None)
     if rollout is not None and actor is not None and not rollout.model_path:
