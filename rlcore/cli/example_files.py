@@ -19,7 +19,7 @@ def copy_examples(folder: Path, *, force: bool = False) -> list[Path]:
     Raises:
         InvalidInputError: a file of that name exists, or the folder is not writable; nothing is replaced.
     """
-    copies = {source: folder / source.name for source in sorted(FOLDER.glob("*.py"))}
+    copies = {source: folder / source.name for source in sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.yaml")])}
     there = [copy for copy in copies.values() if copy.exists()]
     if there and not force:
         raise InvalidInputError(f"{there[0]} exists; give another folder, or --force to replace the examples in it")

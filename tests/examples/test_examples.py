@@ -22,11 +22,14 @@ from tests.warm import ENGINES, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = (
+    "addition.py",
     "areal_grpo.py",
     "async_grpo.py",
+    "reward_model.py",
     "rlite_tutorial.py",
     "sampler_parity.py",
-)  # docs/rollout.md, docs/vllm.md
+    "tinker_grpo.py",
+)  # docs/rollout.md, docs/train.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]
@@ -52,7 +55,7 @@ def test_the_guide_shows_the_example_as_it_is(path: Path) -> None:
 def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "examples"
     found = CliRunner().invoke(cli.app, ["examples", str(folder)])
-    sources = sorted((ROOT / "examples").glob("*.py"))
+    sources = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
     assert found.stdout.splitlines() == [str(folder / source.name) for source in sources]
     assert [file.read_bytes() for file in sorted(folder.iterdir())] == [source.read_bytes() for source in sources]
     (folder / "framework_author.py").unlink()
