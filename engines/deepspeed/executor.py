@@ -25,6 +25,7 @@ from rlcore.engines.deepspeed.train_state import ZeroTrainState
 from rlcore.engines.deepspeed.zero import Zero, check_kind
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S, TrainExecutor
 from rlcore.engines.executors.state import check_state
+from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.materialize import materialize
 from rlcore.engines.fsdp2.sharding import retype
@@ -121,6 +122,11 @@ class DeepSpeedExecutor(TrainExecutor):
         }
 
     # ------------------------------------------------------------------------------------------- training
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        assert self.zero is not None
+        return self.zero
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
         assert self.zero is not None

@@ -65,7 +65,7 @@ class Fsdp2Executor(TrainExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
         self.module = module
-        self._strategy = Fsdp2Strategy(module, self.device, reduce_each=sharding.reduce_each_micro_batch)
+        self.strategy = Fsdp2Strategy(module, self.device, reduce_each=sharding.reduce_each_micro_batch)
         self._sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self.sync_ends = [self._sender]
         self.offload_groups = self._make_offload_groups()
@@ -110,13 +110,13 @@ class Fsdp2Executor(TrainExecutor):
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(self, batch: RankBatch, loss_fn: Any, options: StepOptions) -> dict[str, float]:
-        return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self._strategy)
+        return train_step(self.module, self.device, batch, loss_fn, options=options, strategy=self.strategy)
 
     def evaluate(self, batch: RankBatch, loss_fn: Any, options: LossOptions) -> dict[str, float]:
-        return evaluate(self.module, self.device, batch, loss_fn, options, strategy=self._strategy)
+        return evaluate(self.module, self.device, batch, loss_fn, options, strategy=self.strategy)
 
     def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
-        return score(self.module, self.device, batch, options, strategy=self._strategy)
+        return score(self.module, self.device, batch, options, strategy=self.strategy)
 
     # ---------------------------------------------------------------------------------------------- state
 
