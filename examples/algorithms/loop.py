@@ -142,17 +142,13 @@ class Run:
         return Rollout(problems, outputs, torch.tensor(rewards))
 
     def verify(self, problem: task.Problem, text: str) -> float:
-        """Return 1 for the right answer, else 0; with ``--partial`` the share of its digits that are right."""
-        if not self.options.partial:
-            return task.reward(problem, text)
-        answer = task.answer_text(problem)
-        return sum(said == right for said, right in zip(text, answer, strict=False)) / len(answer)
+        """Return 1 for the right answer, else 0."""
+        return task.reward(problem, text)
 
     def score(self) -> float:
-        """Return the mean reward of the greedy answers to problems that are never trained on."""
+        """Return the share of right greedy answers to problems that are never trained on."""
         outputs = self._generate(self.held_out, temperature=0.0)
-        rewards = [self.verify(one, out.outputs[0].text) for one, out in zip(self.held_out, outputs, strict=True)]
-        return sum(rewards) / len(rewards)
+        return task.accuracy(self.held_out, [output.outputs[0].text for output in outputs])
 
     def _generate(self, problems: list[task.Problem], **params: Any) -> list[Any]:
         seeds = torch.randint(2**62, (len(problems),), generator=self.generator).tolist()
@@ -181,7 +177,6 @@ def main(algorithm: Algorithm, argv: list[str] | None = None) -> tuple[float, fl
     for name, number in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--rate", type=float, default=3e-4, help="the learning rate")
-    parser.add_argument("--partial", action="store_true", help="reward each right digit")
     run = Run(algorithm, parser.parse_args(argv))
     try:
         run.imitate(run.options.imitation)
