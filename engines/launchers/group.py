@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -60,6 +61,8 @@ class WorkerGroup:
         self._kept: list[object] = []
         self.new_rendezvous: Callable[[], RendezvousStore] | None = None
         """Makes a store for these workers and others, on whatever host; None: they share folders."""
+        self.flush: Callable[[], None] = lambda: None
+        """Sends the calls that were made of all workers, where one message carries those of several."""
         self._abandoned = weakref.finalize(self, _abandon, self.workers, store, self._owner)
 
     def call(
@@ -126,6 +129,7 @@ class WorkerGroup:
             with sending:
                 for call in prepared:
                     futures.append(call())
+                self.flush()
         except BaseException as error:  # Ctrl-C, most likely
             if futures:  # some ranks have the call and some have not: they would never meet again
                 self._break(error)
@@ -144,27 +148,34 @@ class WorkerGroup:
         unanswered = set(futures)
         longest_wait_s, running_until = _LOOK_S if ends_stopped else _LONGEST_WAIT_S, time.monotonic()
         while unanswered:
-            present = self._present(futures)
-            # Without a present call its answer is being read, and will wake this up.
-            patience_s = min((current.remaining_s for current in present.values()), default=longest_wait_s)
-            try:
-                item = inbox.get(timeout=min(longest_wait_s, max(0.0, patience_s)))
-            except queue.Empty:
+            item = self._next(inbox, futures, longest_wait_s)
+            if item is None:
                 present = self._present(futures)
                 if any(current.remaining_s <= 0 for current in present.values()):
-                    raise self._timeout(method, present, futures) from None
+                    raise self._timeout(method, present, futures)
                 if not any(self.workers[rank].is_stopped for rank in present):
                     running_until = time.monotonic()
                 elif ends_stopped and time.monotonic() - running_until > STOP_S:
-                    raise self._timeout(method, present, futures, STOP_S) from None
-                continue
-            if not isinstance(item, Future):
+                    raise self._timeout(method, present, futures, STOP_S)
+            elif not isinstance(item, Future):
                 item()
             elif item.exception() is None:
                 unanswered.discard(item)
             else:
                 raise self._failure(futures)
         return [future.result() for future in futures]
+
+    def _next(
+        self, inbox: _Inbox, futures: list[Future[Any]], longest_wait_s: float
+    ) -> Future[Any] | Callable[[], None] | None:
+        """Return the next answer or event; None if none came while the present calls had time left."""
+        with contextlib.suppress(queue.Empty):  # answers that are here need no look at hundreds of workers
+            return inbox.get_nowait()
+        # Without a present call its answer is being read, and will wake this up.
+        patience_s = min((current.remaining_s for current in self._present(futures).values()), default=longest_wait_s)
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=min(longest_wait_s, max(0.0, patience_s)))
+        return None
 
     def _present(self, futures: list[Future[Any]]) -> dict[int, CurrentCall]:
         """Return the current call of each rank that has not answered."""

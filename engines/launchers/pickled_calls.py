@@ -22,15 +22,45 @@ from rlcore.tensor_tree import INLINE_BYTES, tensor_from_bytes, tensor_to_bytes
 _IMMUTABLE = (type(None), bool, int, float, str)
 _Pickles = MutableMapping[types.FunctionType, bytes | None]
 _PICKLES: _Pickles = weakref.WeakKeyDictionary()
-_PICKLES_OF_CALL: ContextVar[_Pickles | None] = ContextVar("_PICKLES_OF_CALL", default=None)
 
 
-def dump_pickled_call(call: object) -> tuple[bytes, list[Tensor]]:
+class _OneCall:
+    """Holds what was pickled for the first of several workers that are sent one call."""
+
+    def __init__(self) -> None:
+        self.functions: _Pickles = {}
+        self.calls: dict[object, tuple[object, tuple[bytes, list[Tensor]]]] = {}
+
+
+_ONE_CALL: ContextVar[_OneCall | None] = ContextVar("_ONE_CALL", default=None)
+
+
+def dump_pickled_call(call: tuple[object, ...]) -> tuple[bytes, list[Tensor]]:
     """Return the pickle of a call, and the tensors that were left out; device tensors arrive on the host.
+
+    Within ``one_call`` equal arguments are pickled, and brought to the host, once.
 
     Raises:
         InvalidInputError: an argument cannot be pickled.
     """
+    if (of_all := _ONE_CALL.get()) is None:
+        return _dump(call)
+    key = tuple(map(_identity, call))
+    if key not in of_all.calls:
+        of_all.calls[key] = call, _dump(call)  # with the call, so that no other object takes its ids
+    return of_all.calls[key][1]
+
+
+def _identity(part: object) -> object:
+    """Return what two parts of calls have in common that hold the same objects."""
+    if isinstance(part, list):
+        return tuple(map(id, part))
+    if isinstance(part, dict):
+        return tuple((name, id(value)) for name, value in part.items())
+    return id(part)
+
+
+def _dump(call: object) -> tuple[bytes, list[Tensor]]:
     file = io.BytesIO()
     pickler = _CallPickler(file)
     try:
@@ -47,12 +77,12 @@ def load_pickled_call(body: bytes, tensors: list[Tensor], workers: Mapping[int, 
 
 @contextlib.contextmanager
 def one_call() -> Iterator[None]:
-    """Pickle a function that several workers are sent in this block once: nothing changes it meanwhile."""
-    token = _PICKLES_OF_CALL.set({})
+    """Pickle once what several workers are sent in this block: nothing changes it meanwhile."""
+    token = _ONE_CALL.set(_OneCall())
     try:
         yield
     finally:
-        _PICKLES_OF_CALL.reset(token)
+        _ONE_CALL.reset(token)
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -90,8 +120,11 @@ class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _pickled_before(function: types.FunctionType) -> bytes | None:
     """Return a pickle of the function that can be used again; None if it must be pickled each time."""
-    known = _PICKLES if _is_own_constant(function) else _PICKLES_OF_CALL.get()
-    if known is None:
+    if _is_own_constant(function):
+        known = _PICKLES
+    elif (of_all := _ONE_CALL.get()) is not None:
+        known = of_all.functions
+    else:
         return None
     if function not in known:
         known[function] = _pickled_alone(function)

@@ -117,6 +117,8 @@ class HostedProcess(Protocol):
         self, kind: Kind, worker: int, arguments: tuple[object, object], pending: PendingCall
     ) -> Callable[[], Future[Any]]: ...
 
+    def flush(self) -> None: ...
+
     def cancel(self, answer: Future[Any]) -> None: ...
 
     def stack(self) -> str: ...
@@ -172,7 +174,9 @@ class ProcessWorker:
 
     def call(self, method: str, *args: object, **kwargs: object) -> Future[Any]:
         """See ``WorkerHandle``. The future raises WorkerDiedError when the process ends first."""
-        return self.prepare(method, args, kwargs, timeout_s=self._timeout_s)()
+        made = self.prepare(method, args, kwargs, timeout_s=self._timeout_s)()
+        self._process.flush()
+        return made
 
     def prepare(
         self,

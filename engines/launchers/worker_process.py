@@ -182,6 +182,9 @@ class WorkerProcess:
             self._outgoing.put((MessageHead(kind, call, worker), body, tensors))
         return pending.future
 
+    def flush(self) -> None:
+        """Send the calls that have been made: each is sent as it is made."""
+
     @property
     def current(self) -> CurrentCall | None:
         return self._calls.current

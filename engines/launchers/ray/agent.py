@@ -39,6 +39,7 @@ from rlcore.engines.launchers.ray.wire import (
     Opened,
     Opening,
     Posted,
+    PostedBatch,
     Said,
     contiguous,
     decoded,
@@ -97,7 +98,7 @@ class Agent:
         self._numbers: dict[str, int] = {}
         self._contexts: dict[tuple[int, int], WorkerContext] = {}
         self._calls: dict[tuple[int, int], Any] = {}
-        self._early: dict[int, tuple[Posted, bytes, tuple[Any, ...]]] = {}
+        self._early: dict[int, tuple[list[Posted], list[Any]]] = {}
         self._next = 0
         self._taking = threading.Lock()
         self._heard = time.monotonic() + START_S - SILENCE_S  # the program may wait for other hosts first
@@ -227,16 +228,17 @@ class Agent:
     def _print_line(self, label: str, text: str, end: str) -> None:
         self._said.put((Said("line", 0, body=encoded((label, text, end))), []))
 
-    def post(self, head: bytes, body: bytes = b"", *tensors: Any) -> None:
-        """Take a message for a worker, after all that were posted before it; tensors are bytes."""
-        posted = decoded(head, Posted, "head")
+    def post(self, head: bytes, buffers: list[Any]) -> None:
+        """Take an encoded ``PostedBatch``, after all that were posted before it; the buffers are bytes of tensors."""
+        batch = decoded(head, PostedBatch, "batch of messages")
         with self._taking:
-            self._early[posted.order] = posted, body, tensors
-            while (message := self._early.pop(self._next, None)) is not None:
+            self._early[batch.order] = batch.messages, buffers
+            while (early := self._early.pop(self._next, None)) is not None:
                 self._next += 1
-                self._take(*message)
+                for posted in early[0]:
+                    self._take(posted, early[1])
 
-    def _take(self, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
+    def _take(self, posted: Posted, buffers: list[Any]) -> None:
         process = self._processes[posted.process]
         if posted.kind == "forget":
             process.forget(posted.worker)
@@ -245,11 +247,11 @@ class Agent:
                 process.cancel(answer)
         else:
             try:
-                self._call(process, posted, body, tensors)
+                self._call(process, posted, buffers)
             except Exception as error:  # the caller must hear of it, and what was posted later must go on
                 self._said.put((Said("error", posted.process, posted.call, encoded(describe(error))), []))
 
-    def _call(self, process: WorkerProcess, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
+    def _call(self, process: WorkerProcess, posted: Posted, buffers: list[Any]) -> None:
         key = posted.process, posted.call
 
         def say(kind: Kind, answer: bytes, beside: list[Tensor]) -> None:
@@ -266,8 +268,8 @@ class Agent:
 
         pending.future.add_done_callback(done)
         kind: Any = posted.kind
-        given = [viewed(*told, memoryview(data)) for told, data in zip(posted.tensors, tensors, strict=True)]
-        process.queue(kind, posted.worker, body, given, pending)
+        given = [viewed(dtype, shape, memoryview(buffers[place])) for dtype, shape, place in posted.tensors]
+        process.queue(kind, posted.worker, posted.body, given, pending)
 
 
 def _size(said: Said, tensors: list[Tensor]) -> int:

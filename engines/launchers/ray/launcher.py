@@ -6,6 +6,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from rlcore.engines.launchers.base import Host, Launcher, LaunchOptions, WorkerPlacement, engine_numbers
@@ -41,6 +42,7 @@ class RayLauncher(Launcher):
         links = cluster.links(list(ranks))
         rendezvous = _rendezvous(cluster, links)
         group = WorkerGroup(options.engine, options.timeout_s)
+        group.flush = partial(_flush, links)
         addresses = {host.name: host.address for host in cluster.hosts()}
         if len(addresses) > 1:
             group.new_rendezvous = cluster.new_rendezvous
@@ -60,6 +62,7 @@ class RayLauncher(Launcher):
                             worker_class, context, options.timeout_s, process, number=told.worker, started=started
                         )
                     )
+                group.flush()
             group.wait_until_started([worker.started for worker in group.workers])
         except BaseException:  # Ctrl-C too: no worker is left
             for rank in opened.keys() - set(range(len(group.workers))):  # such as of a class that cannot be pickled
@@ -68,6 +71,11 @@ class RayLauncher(Launcher):
             group.stop()
             raise
         return group
+
+
+def _flush(links: dict[str, HostLink]) -> None:
+    for link in links.values():
+        link.flush()
 
 
 def _openings(

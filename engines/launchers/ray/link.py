@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from torch import Tensor
 
 from rlcore.engines.launchers.logs import print_line
 from rlcore.engines.launchers.ray._ray_private import plain_bytes
 from rlcore.engines.launchers.ray.agent import Agent
 from rlcore.engines.launchers.ray.heartbeat import START_S, Heartbeat
+from rlcore.engines.launchers.ray.outbox import Outbox
 from rlcore.engines.launchers.ray.remote_process import RemoteProcess
 from rlcore.engines.launchers.ray.wire import (
     AgentAnswer,
@@ -36,7 +36,6 @@ from rlcore.engines.launchers.ray.wire import (
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, StateError, first_line
 from rlcore.process.status import boot_id, pid_namespace
-from rlcore.tensor_data import dtype_name, host_bytes
 
 if TYPE_CHECKING:
     from rlcore.engines.launchers.failures import WorkerFailure
@@ -63,7 +62,7 @@ class HostLink:
         self._processes: dict[int, RemoteProcess] = {}
         self._lock = threading.RLock()
         self._ended_early: set[int] = set()
-        self._order = 0
+        self._outbox = Outbox(self._send)
         self.why_lost = ""
         self.facts = decoded(self.ask(Agent.facts, timeout_s=START_S), HostFacts, "facts")
         # What an agent says of itself is believed on the program's own node alone: its process is ended by its id.
@@ -100,15 +99,23 @@ class HostLink:
         except Exception as error:  # Ray says it in many ways, and in others after its shutdown
             raise StateError(f"its agent has ended: {first_line(error)}") from error
 
-    def post(self, posted: Posted, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message for a worker, after all that were sent before it; nothing happens when the host is lost."""
-        with self._lock:
-            if self.why_lost:
-                return
-            kinds = [(dtype_name(one.dtype), tuple(one.shape)) for one in tensors]
-            head = encoded(msgspec.structs.replace(posted, order=self._order, tensors=kinds))
-            self._order += 1
-            self._actor.post.remote(head, body, *(pickle.PickleBuffer(host_bytes(one)) for one in tensors))
+    def post(self, posted: Posted, tensors: Sequence[Tensor] = ()) -> None:
+        """Take a message for a worker, which goes with the next ``flush``; see ``Outbox.post``."""
+        self._outbox.post(posted, tensors)
+
+    def flush(self) -> None:
+        """Send all that was posted; nothing happens when the host is lost."""
+        self._outbox.flush()
+
+    def _send(self, head: bytes, buffers: list[pickle.PickleBuffer]) -> None:
+        if self.why_lost:
+            return
+        try:
+            self._actor.post.remote(head, buffers)
+        except BaseException as error:  # the agent would wait for this batch before it takes the next
+            self.lose(first_line(error) or type(error).__name__)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
 
     # ---------------------------------------------------------------------------------------------- workers
 

@@ -39,13 +39,13 @@ class RemoteProcess:
         self._ended = threading.Event()
 
     def start(self, number: int, worker_class: Any, context: WorkerContext, timeout_s: float) -> Future[Any]:
-        """Start the worker that the agent has given this number; return a future that ends when it is ready."""
+        """Start, with ``flush``, the worker that the agent gave this number; return a future of when it is ready."""
         return self.prepare("start", number, ((worker_class, context), {}), PendingCall(context, "start", timeout_s))()
 
     def prepare(
         self, kind: Kind, worker: int, arguments: tuple[Any, Any], pending: PendingCall
     ) -> Callable[[], Future[Any]]:
-        """Encode a call; return a function that sends it. Its tensors must not change until then."""
+        """Encode a call; return a function that makes it, with ``flush``. Its tensors must not change until then."""
         body, tensors = self._dump_call((pending.method, *arguments))
         beside = contiguous(tensors)
         return lambda: self._send(kind, worker, body, beside, pending)
@@ -55,9 +55,11 @@ class RemoteProcess:
         if call is None:
             pending.future.set_exception(self._death(pending, has_begun=False))
         else:
-            posted = Posted(0, kind, self._number, worker, call, pending.method)
-            self._link.post(posted, body, tensors)
+            self._link.post(Posted(kind, self._number, worker, call, pending.method, body), tensors)
         return pending.future
+
+    def flush(self) -> None:
+        self._link.flush()
 
     @property
     def current(self) -> CurrentCall | None:
@@ -65,7 +67,8 @@ class RemoteProcess:
 
     def cancel(self, answer: Future[Any]) -> None:
         for call in self.calls.numbers_of(answer):
-            self._link.post(Posted(0, "cancel", self._number, call=call))
+            self._link.post(Posted("cancel", self._number, call=call))
+        self.flush()
 
     # ---------------------------------------------------------------------------------------------- end
 
@@ -79,7 +82,8 @@ class RemoteProcess:
 
     def forget(self, worker: int) -> None:
         self.engines.discard(worker)
-        self._link.post(Posted(0, "forget", self._number, worker))
+        self._link.post(Posted("forget", self._number, worker))
+        self.flush()
 
     def kill(self, because: str) -> None:
         self.engines.clear()

@@ -68,18 +68,25 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Posted(msgspec.Struct, array_like=True, frozen=True):
-    """The head of what the program sends to a worker process."""
+    """A message of the program to a worker process."""
 
-    order: int
-    """Ray may deliver in another order: messages are taken by these numbers, without a gap."""
     kind: Literal["start", "call", "close", "cancel", "forget"]
     process: int
     worker: int = 0
     call: int = 0
     """The program's number of the call."""
     method: str = ""
-    tensors: list[tuple[str, tuple[int, ...]]] = []
-    """Dtype and shape of each tensor; the bytes come beside."""
+    body: bytes = b""
+    tensors: list[tuple[str, tuple[int, ...], int]] = []
+    """Dtype and shape of each tensor, and the place of its bytes among those that come beside the batch."""
+
+
+class PostedBatch(msgspec.Struct, array_like=True, frozen=True):
+    """The messages that one message of Ray carries to an agent."""
+
+    order: int
+    """Ray may deliver in another order: batches are taken by these numbers, without a gap."""
+    messages: list[Posted]
 
 
 class PlainTensor(msgspec.Struct, array_like=True, frozen=True):

@@ -70,8 +70,8 @@ class AgentOfStandIns(Agent):
         self._processes[number] = StandIn()  # type: ignore[assignment]
         return Opened(process=number, worker=0, pid=os.getpid(), name=f"stand-in {number}", local_name="cpu:0")
 
-    def _take(self, posted: Posted, body: bytes, tensors: tuple[Any, ...]) -> None:
-        if posted.kind in ("start", "call"):
+    def _take(self, posted: Posted, buffers: list[Any]) -> None:
+        if posted.kind in ("start", "call", "close"):
             answer = b"\x07" if posted.kind == "call" else b"\xc0"  # 7 and None in msgpack
             self._said.put((Said("result", posted.process, posted.call, answer), []))
 
@@ -146,13 +146,19 @@ def scale(num_agents: int) -> None:
     print(f"heartbeats of {num_agents} agents: {(time.process_time() - idle) / 20 * 1000:.1f} ms a second", flush=True)
     tokens = torch.zeros(16 * 1024)
     batch = {name: tokens.clone() for name in ("input_ids", "old_logprobs", "advantages", "ref_logprobs")}
-    for number in (64, 128, 512):
+    for number in (8, 64, 512):
         names = [f"host-{index}/cpu:{one}" for index in range(num_agents) for one in range(number // num_agents)]
         began = time.perf_counter()
         group = start_workers(Echo, "the measurement", names, launcher="ray", timeout_s=600)
         print(f"{len(names)} workers opened and started in {time.perf_counter() - began:.2f} s", flush=True)
-        for what, arguments in (("no arguments", ()), ("256 KiB each", (batch,))):
-            report(group, f"{len(names)} workers, {what}", arguments)
+        own = [(({name: tensor.clone() for name, tensor in batch.items()},), {}) for _ in names]
+        for what, calls in (
+            ("no arguments", [((), {})] * number),
+            ("256 KiB each", own),
+            ("the same 256 KiB", [((batch,), {})] * number),
+        ):
+            report(group, f"{len(names)} workers, {what}", calls)
+        group.stop()
     os._exit(0)
 
 
@@ -160,8 +166,8 @@ def rlcore_host(host: Any, name: str) -> Any:
     return type(host)(name=name, address=host.address, counts={"cpu": 512}, labels={})
 
 
-def report(group: WorkerGroup, what: str, arguments: tuple[Any, ...]) -> None:
-    call = lambda: group.call("echo", [(arguments, {})] * len(group.workers))  # noqa: E731
+def report(group: WorkerGroup, what: str, calls: list[Any]) -> None:
+    call = lambda: group.call("echo", calls)  # noqa: E731
     call()
     walls, processor, number = [], time.process_time(), 10
     for _ in range(number):

@@ -1,7 +1,8 @@
-"""Of errors that come together the one that is raised."""
+"""Of errors that come together the one that is raised; and how often a group looks at its workers."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -91,3 +92,30 @@ def test_of_many_ranks_that_fail_seven_are_shown() -> None:
         f"rank {rank} failed too" for rank in range(1, 8)
     ]
     assert error.__notes__[-1] == "and 2 other ranks failed too"
+
+
+class Counted(Failing):
+    """FAKE: a worker that has answered at once, and counts how often its present call is looked at."""
+
+    looks = 0
+
+    def fail(self) -> Future[Any]:
+        self.answer.set_result(self)
+        return self.answer
+
+    @property
+    def current(self) -> None:  # type: ignore[override]
+        self.looks += 1
+
+
+def test_answers_that_are_there_need_no_look_at_all_other_workers() -> None:
+    """With a look for each answer the time of a call grew with the square of the number of workers."""
+    group = WorkerGroup("the test engine", timeout_s=100.0)
+    late = Counted(ValueError())
+    late.prepare = lambda *_, **__: lambda: late.answer  # type: ignore[method-assign]
+    group.workers += [Counted(ValueError()) for _ in range(99)] + [late]
+    timer = threading.Timer(0.05, late.fail)
+    timer.start()
+    assert group.call("step", [((), {})] * 100) == group.workers
+    timer.join()
+    assert sum(worker.looks for worker in group.workers) == late.looks == 1

@@ -77,6 +77,23 @@ def test_a_tensor_that_a_function_closes_over_travels_beside_each_call() -> None
             assert first() is second
 
 
+def test_arguments_that_all_workers_share_are_pickled_once() -> None:
+    shared, other = torch.arange(1 << 16), torch.arange(1 << 16)
+
+    def dumped(*args: object, **kwargs: object) -> tuple[bytes, list[torch.Tensor]]:
+        return dump_pickled_call(("step", list(args), kwargs))
+
+    with one_call():
+        first = dumped(shared, size=3)
+        assert dumped(shared, size=3) is first
+        for differs in (dumped(other, size=3), dumped(shared, size=4), dumped(shared, width=3), dumped(shared, 3)):
+            assert differs is not first
+            assert differs[0] != first[0] or differs[1][0].data_ptr() == other.data_ptr()
+        # An object that has gone leaves its id to the next, which is another argument.
+        assert len({pickle.loads(dumped([value])[0])[1][0][0] for value in range(100)}) == 100
+    assert dumped(shared, size=3) is not dumped(shared, size=3), "between two calls anything may change"
+
+
 def test_a_function_of_no_module_arrives() -> None:
     namespace: dict[str, Callable[[], int]] = {}
     exec("def loss_fn(): return 4", namespace)

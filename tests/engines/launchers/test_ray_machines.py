@@ -83,6 +83,26 @@ SYNC = """
     Path(out, "found.json").write_text(json.dumps(found))
 """
 
+THREE = """
+    batch = torch.load(f"{out}/batch.pt", weights_only=True)
+    greedy = {"max_tokens": 4, "temperature": 0.0}
+    with train, rlcore.InferenceEngine(folder) as infer, rlcore.InferenceEngine(folder) as alone:
+        train.build(data_parallel_size=3, num_hosts=3)
+        infer.build(colocate_with=train)
+        found = {"devices": [*train.devices, *infer.devices], "reports": [], "served": []}
+        for _ in range(2):
+            train.train_batch(batch, loss)
+            report = train.sync_weights(infer, delta=True)
+            found["reports"].append([report.route, report.is_delta, report.network_bytes, report.needed_bytes])
+            served = infer.generate([[1, 2, 3]] * 3, greedy)
+            found["served"].append([one.outputs[0].logprobs for one in served])
+        torch.save(train.state_dict(), f"{out}/state.pt")
+        alone.build(devices="host-c/cpu:1")
+        whole = train.sync_weights(alone, route="collective", verify=True)
+        found["alone"] = alone.generate([[1, 2, 3]], greedy)[0].outputs[0].logprobs
+    Path(out, "found.json").write_text(json.dumps(found))
+"""
+
 LOST = """
     train.build(data_parallel_size=2, num_hosts=2)
     began = time.monotonic()
@@ -109,18 +129,26 @@ def ready(program: subprocess.Popen[str]) -> None:
 
 
 @pytest.fixture
-def run_on_two(start_hosts: Any, tmp_path: Path, qwen2_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
-    """``run_on_two(program)``: what a program on host-a writes, in a Ray cluster of host-a and host-b."""
+def number_of_hosts() -> int:
+    return 2
+
+
+@pytest.fixture
+def run(
+    number_of_hosts: int, start_hosts: Any, tmp_path: Path, qwen2_folder: Path
+) -> Iterator[Callable[..., dict[str, Any]]]:
+    """``run(program)``: what a program on host-a writes, in a Ray cluster of host-a, host-b and perhaps host-c."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64, "RAY_USAGE_STATS_ENABLED": "0"}
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=2"]
 
-    with start_hosts(2, also=[qwen2_folder]) as (here, there):
-        head = [*ray, "--head", "--include-dashboard=false"]
-        for host, more in ((here, head), (there, [*ray, f"--address={here.address}:6379"])):
+    with start_hosts(number_of_hosts, also=[qwen2_folder]) as (here, there, *others):
+        head = ["--head", "--include-dashboard=false"]
+        for host in (here, there, *others):
+            more = [*ray, *(head if host is here else [f"--address={here.address}:6379"])]
             named = [f"--node-name={host.name}", f"--node-ip-address={host.address}"]
             ready(host.start([*more, *named], environment=environment))
 
-        def run(text: str, beside: Callable[[Host], None] | None = None) -> dict[str, Any]:
+        def run_there(text: str, beside: Callable[[Host], None] | None = None) -> dict[str, Any]:
             path = tmp_path / "program.py"
             path.write_text(textwrap.dedent(COMMON) + textwrap.dedent(text))
             program = here.python(str(path), str(qwen2_folder), str(tmp_path), environment=environment)
@@ -131,17 +159,17 @@ def run_on_two(start_hosts: Any, tmp_path: Path, qwen2_folder: Path) -> Iterator
             found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
             return found
 
-        yield run
+        yield run_there
 
 
 def test_two_machines_train_as_one_does(
-    run_on_two: Any, tmp_path: Path, qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import Qwen2ForCausalLM
 
     batch, policy = packed_batch(), adamw_policy(Qwen2ForCausalLM, lr=1e-2, eps=1e-3)
     torch.save(batch, tmp_path / "batch.pt")
-    found = run_on_two(TRAIN)
+    found = run(TRAIN)
     assert found["devices"] == ["host-a/cpu:0", "host-b/cpu:0"]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with rlcore.meta_device():
@@ -152,9 +180,9 @@ def test_two_machines_train_as_one_does(
         assert_same_weights(torch.load(tmp_path / "state.pt", weights_only=True), engine.state_dict())
 
 
-def test_weights_go_from_machine_to_machine(run_on_two: Any, tmp_path: Path) -> None:
+def test_weights_go_from_machine_to_machine(run: Any, tmp_path: Path) -> None:
     torch.save(packed_batch(), tmp_path / "batch.pt")
-    found = run_on_two(SYNC)
+    found = run(SYNC)
     assert found["devices"] == ["host-a/cpu:0", "host-a/cpu:1", "host-b/cpu:0"]
     for number, (route, version, network_bytes, moved_bytes) in enumerate(found["reports"], 1):
         assert (route, version) == ("collective", number)
@@ -164,7 +192,24 @@ def test_weights_go_from_machine_to_machine(run_on_two: Any, tmp_path: Path) -> 
     assert "route='packed'" in found["packed"] and "not supported" in found["packed"]
 
 
-def test_a_machine_that_is_cut_off_is_lost_within_seconds_and_ends_its_workers(run_on_two: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number_of_hosts", [3])
+def test_a_trainer_over_three_machines_gives_its_samplers_there_what_has_changed(run: Any, tmp_path: Path) -> None:
+    """A rank and a sampler on each machine: ranks relay their shards, whole once and then as a delta."""
+    torch.save(packed_batch(), tmp_path / "batch.pt")
+    found = run(THREE)
+    assert found["devices"] == [f"host-{letter}/cpu:0" for letter in "abc"] * 2
+    (first, *dense), (second, *delta) = ([route, *numbers] for route, *numbers in found["reports"])
+    assert (first, second) == ("relayed", "relayed")
+    assert [dense[0], delta[0]] == [False, True]
+    for *_, network_bytes, needed_bytes in found["reports"]:
+        assert 0 < network_bytes <= needed_bytes * 2 / 3, "each machine takes the two thirds that it has not"
+    for served in found["served"]:
+        assert served == [served[0]] * 3, "all samplers serve the same weights"
+    assert found["served"][0] != found["served"][1]
+    assert found["alone"] == found["served"][1][0], "those that a whole sync, held against the engine's loader, brings"
+
+
+def test_a_machine_that_is_cut_off_is_lost_within_seconds_and_ends_its_workers(run: Any, tmp_path: Path) -> None:
     def cut(there: Host) -> None:
         note, deadline = tmp_path / "host-b.pid", time.monotonic() + LIMIT_S
         while not (note.exists() and note.read_text()):
@@ -177,7 +222,7 @@ def test_a_machine_that_is_cut_off_is_lost_within_seconds_and_ends_its_workers(r
             assert time.monotonic() < deadline, "a worker is left on the machine that is cut off"
             time.sleep(0.1)
 
-    found = run_on_two(LOST, cut)
+    found = run(LOST, cut)
     assert found["kind"] == "WorkerDiedError"
     assert "rank 1 (host-b/cpu:0) was lost with its host host-b (it did not answer for 10 s)" in found["text"]
     assert found["seconds"] < 60, "Ray itself takes 64 s"

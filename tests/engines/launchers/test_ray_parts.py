@@ -34,6 +34,7 @@ from rlcore.engines.launchers.ray.wire import (
     Opened,
     PlainTensor,
     Posted,
+    PostedBatch,
     Said,
     decoded,
     encoded,
@@ -258,14 +259,14 @@ def test_a_message_that_cannot_be_taken_is_the_error_of_its_call(monkeypatch: py
     agent._taking, agent._early, agent._next, agent._said = threading.Lock(), {}, 0, queue.SimpleQueue()
     agent._processes, taken = {3: None}, []
 
-    def call(process: Any, posted: Posted, body: bytes, tensors: Any) -> None:
+    def call(process: Any, posted: Posted, buffers: Any) -> None:
         taken.append(posted.call)
         if posted.call == 7:
             raise ValueError("planted")
 
     agent._call = call
     for order, number in [(1, 8), (0, 7), (2, 9)]:
-        agent.post(encoded(Posted(order, "call", 3, call=number)))
+        agent.post(encoded(PostedBatch(order, [Posted("call", 3, call=number)])), [])
     assert taken == [7, 8, 9]
     said, _ = agent._said.get_nowait()
     assert (said.kind, said.process, said.call) == ("error", 3, 7) and b"planted" in said.body

@@ -405,7 +405,7 @@ def test_a_worker_changes_its_copy(pair: WorkerGroup) -> None:
 def test_a_small_view_does_not_take_its_large_storage_along() -> None:
     from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 
-    body, tensors = dump_pickled_call(torch.zeros(10_000_000)[5:8])
+    body, tensors = dump_pickled_call((torch.zeros(10_000_000)[5:8],))
     assert len(body) < 1000
     assert tensors == []
 
@@ -414,7 +414,7 @@ def test_a_tensor_that_was_sent_can_still_be_freed() -> None:
     from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 
     for tensor in (torch.ones(3), torch.ones(1_000_000), torch.ones(0), torch.ones(2, dtype=torch.complex64).conj()):
-        dump_pickled_call(tensor)
+        dump_pickled_call((tensor,))
         assert tensor.untyped_storage().resizable()
 
 
