@@ -19,6 +19,7 @@ import torch
 
 from rlcore.compat import lightrft
 from rlcore.compat.lightrft.generation import sampling_params_of
+from rlcore.compat.lightrft.schedule import CosineSchedule
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
 from rlcore.examples import lightrft_grpo
 from rlcore.quickstart.model import quickstart_model
@@ -218,6 +219,20 @@ def test_what_is_not_supported_says_why(path: Path, strategy: lightrft.StrategyB
     ):
         with pytest.raises((InvalidInputError, UnsupportedError, StateError), match=told):
             call()
+
+
+def test_the_learning_rate_rises_and_falls_as_transformers_says() -> None:
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    expected = get_scheduler("cosine_with_min_lr", optimizer, 3, 10, scheduler_specific_kwargs={"min_lr": 0.1})
+    schedule = CosineSchedule(3, 10)
+    for step in range(12):
+        if step <= 10:  # beyond its end that of transformers rises again
+            assert schedule(step) == pytest.approx(expected.get_last_lr()[0])
+        optimizer.step()
+        expected.step()
+    assert schedule(12) == pytest.approx(0.1) and CosineSchedule()(5) == 1
 
 
 def test_sampling_params_of_both_engines_are_understood() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.optim.lr_scheduler import LambdaLR
 
 import rlcore
+from rlcore.compat.lightrft.schedule import CosineSchedule
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.kernels.softmax_rows import Logprobs
@@ -36,17 +38,40 @@ class ActorMethods(HuggingFaceTrainModule):
 
     optimizer_settings: Mapping[str, Any] | None = None
     """Arguments of AdamW; None makes no optimizer. Weights with one dimension, such as norms, do not decay."""
-    sharding: ShardingStrategy
 
     def on_weights_materialized(self) -> None:
         if self.optimizer_settings is None:
             return
         matrices = [one for one in self.parameters() if one.dim() > 1]
         vectors = [one for one in self.parameters() if one.dim() <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": matrices, "decays": True}]
+        groups.append({"params": vectors, "decays": False, "weight_decay": 0.0})
         self.optimizer = torch.optim.AdamW([one for one in groups if one["params"]], **self.optimizer_settings)
+        self.scheduler = LambdaLR(self.optimizer, CosineSchedule())  # before DeepSpeed takes the optimizer over
 
-    def score_tokens(self, input_ids_T: Tensor, cu_seqlens: Tensor, place_S: Tensor, with_entropy: bool) -> Logprobs:
+    def set_optimizer(self, **settings: Any) -> None:
+        """Set ``lr``, ``betas``, ``weight_decay`` or ``eps`` of an optimizer that has not stepped yet."""
+        for group in self.optimizer.param_groups:
+            group.update(settings if group["decays"] else settings | {"weight_decay": 0.0})
+        if "lr" in settings:
+            self.scheduler.base_lrs = [settings["lr"]] * len(self.optimizer.param_groups)
+
+    def set_schedule(self, num_warmup: int, num_steps: int) -> None:
+        """Let the learning rate rise over ``num_warmup`` steps, and fall until ``num_steps``."""
+        schedule = CosineSchedule(num_warmup, num_steps)
+        self.scheduler.lr_lambdas = [schedule] * len(self.optimizer.param_groups)
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = rate * schedule(self.scheduler.last_epoch)
+
+    def score_tokens(
+        self,
+        sharding: ShardingStrategy,
+        input_ids_T: Tensor,
+        cu_seqlens: Tensor,
+        place_S: Tensor,
+        *,
+        with_entropy: bool,
+    ) -> Logprobs:
         """Return log-probs [S], with their graph where gradients are wanted, of the tokens at these places."""
 
         def compute() -> tuple[Tensor, Tensor | None]:
@@ -63,22 +88,22 @@ class ActorMethods(HuggingFaceTrainModule):
             )
 
         if torch.is_grad_enabled():  # weights stay gathered until accumulate()
-            return Logprobs(*self.sharding.forward(compute))
-        with self.sharding.computing():
-            return Logprobs(*self.sharding.forward(compute))
+            return Logprobs(*sharding.forward(compute))
+        with sharding.computing():
+            return Logprobs(*sharding.forward(compute))
 
-    def accumulate(self, loss: Tensor, is_last: bool) -> None:
+    def accumulate(self, sharding: ShardingStrategy, loss: Tensor, *, is_last: bool) -> None:
         """Add the gradients of a loss to those of the step."""
-        with self.sharding.computing():
-            self.sharding.backward(loss, is_last=is_last)
+        with sharding.computing():
+            sharding.backward(loss, is_last=is_last)
 
-    def step_optimizer(self, max_norm: float | None) -> float:
+    def step_optimizer(self, sharding: ShardingStrategy, max_norm: float | None) -> float:
         """Clip and step, unless the norm of the gradients is not finite; drop them and return the norm."""
         norms: list[Tensor] = []
         try:
-            self.sharding.step(max_norm, norms.append)
+            sharding.step(max_norm, norms.append)
         finally:
-            self.sharding.zero()
+            sharding.zero()
         return float(norms[0])
 
 
@@ -101,6 +126,7 @@ class ActorLanguage(nn.Module):
             kind: Any = type("LightRFTActor", (ActorMethods, model_class(self.pretrain)), {})
             self.model = kind.from_pretrained(self.pretrain)
         self._engine: rlcore.TrainEngine | None = None
+        self._sharding: Any = None
 
     @property
     def engine(self) -> rlcore.TrainEngine:
@@ -118,8 +144,16 @@ class ActorLanguage(nn.Module):
         self.model.optimizer_settings = optimizer
         engine = rlcore.TrainEngine(self.model, executor=executor).build(**options)
         worker = engine.executors[0].workers[0].worker
-        self._engine, self.model = engine, worker.module
-        self.model.sharding = worker.strategy
+        self._engine, self.model, self._sharding = engine, worker.module, worker.strategy
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradients of a loss to those of the step, over all ranks."""
+        self.engine.call("accumulate", self._sharding, loss, is_last=is_last)
+
+    def step(self, max_norm: float | None) -> float:
+        """Clip, step and drop the gradients; return their norm."""
+        norm: float = self.engine.call("step_optimizer", self._sharding, max_norm, gather="first")
+        return norm
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None) -> None:
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
@@ -156,10 +190,11 @@ class ActorLanguage(nn.Module):
         device = next(self.model.parameters()).device
         found = self.engine.call(
             "score_tokens",
+            self._sharding,
             sequences[mask_NL].to(device),
             cu_seqlens,
             place_NL[scored_NL].to(device),
-            self.high_entropy_token_ratio > 0,
+            with_entropy=self.high_entropy_token_ratio > 0,
             gather="first",
         )
         scored_NL = scored_NL.to(device)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import rlcore
@@ -28,8 +28,6 @@ from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, s
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
 
 T = TypeVar("T")
-_MIN_RATE = 0.1
-"""The share of the learning rate with which training ends."""
 
 
 class StrategyBase:
@@ -191,8 +189,7 @@ class StrategyBase:
         actor = self.prepare_model(model, is_training=True)
         if (optimizer := getattr(actor.model, "optimizer", None)) is None:
             raise StateError("the model was prepared without an optimizer; call prepare_model(model, is_training=True)")
-        for group, decays in zip(optimizer.param_groups, (True, False), strict=False):
-            group.update(kwargs if decays else kwargs | {"weight_decay": 0.0})
+        actor.model.set_optimizer(**kwargs)
         return optimizer  # type: ignore[no-any-return]
 
     def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
@@ -216,10 +213,9 @@ class StrategyBase:
         self.prepare_model(actor, is_training=True)
         optimizer = self.create_optimizer(actor)
         num_warmup = math.ceil(max_steps * self.config.lr_warmup_ratio)
-        # An attribute of the module is saved with it.
-        actor.model.scheduler = scheduler = LambdaLR(optimizer, lambda step: _cosine(step, num_warmup, max_steps))
+        actor.model.set_schedule(num_warmup, max_steps)
         self.sync_and_clear_cache()
-        triple = (actor, optimizer, scheduler)
+        triple = (actor, optimizer, actor.model.scheduler)
         return triple, (None, None, None), self.prepare(reward_models), self.prepare(initial_model)
 
     # ----------------------------------------------------------------------------------------- the training
@@ -228,7 +224,7 @@ class StrategyBase:
         """Add the gradients of a micro-batch's loss. Those of a step are the mean over micro-batches and ranks."""
         actor = self._actor_of(model)
         is_last = self._num_accumulated.get(id(actor), 0) == self.accumulated_gradient - 1
-        actor.engine.call("accumulate", loss / (self.accumulated_gradient * self.world_size), is_last)
+        actor.backward(loss / (self.accumulated_gradient * self.world_size), is_last=is_last)
 
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, scheduler: LRScheduler | None, name: str = "model", **kwargs: Any
@@ -239,7 +235,7 @@ class StrategyBase:
         self._num_accumulated[id(actor)] = count
         if count:
             return
-        norm = actor.engine.call("step_optimizer", self.max_norm or None, gather="first")
+        norm = actor.step(self.max_norm or None)
         if not math.isfinite(norm):
             self.print(f"the gradient norm of {name} is {norm}: the step is left out")
         elif scheduler is not None:
@@ -478,14 +474,6 @@ class StrategyBase:
         for engine in (self.inference_engine, *(actor.engine for actor in self._actors)):
             if engine is not None:
                 engine.close()
-
-
-def _cosine(step: int, num_warmup: int, num_steps: int) -> float:
-    """Return the factor of the learning rate: linear up to 1, then a half cosine down to ``_MIN_RATE``."""
-    if step < num_warmup:
-        return step / num_warmup
-    progress = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
-    return _MIN_RATE + (1 - _MIN_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def _by_age(folder: Path) -> list[Path]:
