@@ -113,7 +113,7 @@ class Run:
         kind: Any = type("Policy", (methods, model_class(self.path)), {})
         with rlcore.meta_device():
             module = kind.from_pretrained(self.path)
-        place = {"colocate_with": self.train} if self._engines else {}
+        place: dict[str, Any] = {"colocate_with": self.train} if self._engines else {}
         engine: rlcore.TrainEngine = self.keep(rlcore.TrainEngine(module).build(**place))
         return engine
 
@@ -153,7 +153,10 @@ class Run:
     def _generate(self, problems: list[task.Problem], **params: Any) -> list[Any]:
         seeds = torch.randint(2**62, (len(problems),), generator=self.generator).tolist()
         each = [{"max_tokens": self.max_tokens, "seed": seed} | params for seed in seeds]
-        return self.infer.generate([task.prompt_text(problem) for problem in problems], each, progress=False)
+        outputs: list[Any] = self.infer.generate(
+            [task.prompt_text(problem) for problem in problems], each, progress=False
+        )
+        return outputs
 
     def minibatches(self, batch: Batch, count: int) -> list[Batch]:
         """Return the sequences of a batch, shuffled, in so many parts."""

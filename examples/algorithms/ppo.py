@@ -42,7 +42,7 @@ class Critic(HuggingFaceTrainModule):
         weight_NL = token_weights("token-mean", batch["loss_mask"])
         old_NL = batch["old_values"]
         loss = value_loss(values_NL, batch["returns"], weight_NL, old_values=old_NL, clip=VALUE_CLIP).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

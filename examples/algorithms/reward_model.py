@@ -34,7 +34,8 @@ class RewardModel(HuggingFaceTrainModule):
     def scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         hidden_NLH = self.get_decoder()(input_ids, attention_mask).last_hidden_state  # type: ignore[operator]
         last_N = attention_mask.long().sum(1) - 1
-        return self.score_head(hidden_NLH[torch.arange(len(last_N)), last_N]).squeeze(-1)
+        score_N: Tensor = self.score_head(hidden_NLH[torch.arange(len(last_N)), last_N]).squeeze(-1)
+        return score_N
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ class RewardModel(HuggingFaceTrainModule):
         """Take a step that raises the scores of the better answers over those of the worse ones."""
         margin_N = self.scores(**better) - self.scores(**worse)
         loss = -nn.functional.logsigmoid(margin_N).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

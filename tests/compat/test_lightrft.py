@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rlcore.compat import lightrft
+from rlcore.compat.lightrft import strategy_base
 from rlcore.compat.lightrft.generation import sampling_params_of
 from rlcore.compat.lightrft.schedule import CosineSchedule
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
@@ -147,7 +148,9 @@ def test_an_actor_scores_and_trains_as_plain_torch(strategy: lightrft.StrategyBa
         assert (after - plain_logprobs(truth)).abs().max() < 10 * tolerance < (after - found).abs().max()
 
 
-def test_engines_sleep_generate_and_resume(strategy: lightrft.StrategyBase, path: Path, tmp_path: Path) -> None:
+def test_engines_sleep_generate_and_resume(
+    strategy: lightrft.StrategyBase, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (actor, optimizer, _), _, _, reference = strategy.prepare_models_and_optimizers(
         lightrft.ActorLanguage(path), None, [], lightrft.ActorLanguage(path), strategy.args, max_steps=10
     )
@@ -168,6 +171,12 @@ def test_engines_sleep_generate_and_resume(strategy: lightrft.StrategyBase, path
         row = torch.tensor([one.prompt_token_ids + one.output_token_ids])
         scored = actor(row, len(one.output_token_ids)).detach()[0]
         assert (scored - torch.tensor(one.logprobs)).abs().max() < logprob_rounding(path, num_tokens=8)
+    strategy.config.engine_tp_size = (
+        2  # the prompts of both ranks go to their one engine, and this one has the second's
+    )
+    monkeypatch.setattr(strategy_base, "all_gather_bytes", lambda own, device: [b"[[4], [5, 6]]", own])
+    monkeypatch.setattr(strategy, "get_rank", lambda: 1)
+    assert [one.prompt_token_ids for one in strategy.gather_and_generate({"max_new_tokens": 1}, prompts)] == prompts
     strategy.maybe_load_optimizer(optimizer)
     strategy.reload_model([reference, None])
 
@@ -183,7 +192,11 @@ def test_engines_sleep_generate_and_resume(strategy: lightrft.StrategyBase, path
         strategy.load_ckpt(actor.model, str(folder), "step0")
 
 
-def test_numbers_of_one_rank_are_their_own_mean(strategy: lightrft.StrategyBase) -> None:
+def test_numbers_of_one_rank_are_their_own_mean(
+    strategy: lightrft.StrategyBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy.report_memory("now")
+    assert re.search(r"MEMORY STATUS: now, USED=\d+\.\d\d GB", capsys.readouterr().out)
     assert strategy.all_reduce({"a": 2.0, "b": torch.tensor([3.0])}) == {"a": 2.0, "b": torch.tensor([3.0])}
     assert strategy.all_gather({"a": 2}) == {"a": torch.tensor([2.0])} and strategy.is_rank_0()
     loader = strategy.setup_dataloader(list(range(8)), 2, shuffle=False, consumed_samples=4)

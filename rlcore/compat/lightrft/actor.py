@@ -28,8 +28,10 @@ _REFUSED = {
     "load_in_4bit": "weights are trained in float32",
     "packing_samples": "the engine packs padded rows itself",
 }
-_HAS_NO_EFFECT = ("use_flash_attention_2", "bf16", "lora_alpha", "lora_dropout", "target_modules", "ds_config")
-_HAS_NO_EFFECT += ("device_map", "fused_linear_logprob", "disable_logprobs_flashattn")
+_HAS_NO_EFFECT = (
+    *("use_flash_attention_2", "bf16", "lora_alpha", "lora_dropout", "target_modules", "ds_config"),
+    *("device_map", "fused_linear_logprob", "disable_logprobs_flashattn"),
+)
 """The strategy decides these, and log-probs are always fused with the output head."""
 
 

@@ -38,7 +38,7 @@ class FakeStrategy(StrategyBase):
         return model
 
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Optimizer:
-        settings = {"lr": self.config.actor_learning_rate, "betas": self.config.adam_betas}
+        settings: dict[str, Any] = {"lr": self.config.actor_learning_rate, "betas": self.config.adam_betas}
         return torch.optim.AdamW(model.parameters(), **settings | kwargs)
 
     def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:

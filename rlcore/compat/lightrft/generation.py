@@ -47,7 +47,7 @@ def sampling_params_of(given: Any) -> SamplingParams:
     known = {one.name for one in fields(SamplingParams)}
     if not isinstance(given, Mapping):  # what vLLM's class has beside these is left at its default by LightRFT
         given = {name: getattr(given, name) for name in (*known, *_NEUTRAL) if hasattr(given, name)}
-    found = {}
+    found: dict[str, Any] = {}
     for given_name, value in given.items():
         name = _NAMES.get(given_name, given_name)
         if name in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import random
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import rlcore
-from rlcore.collectives.default_group import rank_and_size
+from rlcore.collectives.default_group import all_gather_bytes, rank_and_size
 from rlcore.compat.lightrft.actor import ActorLanguage
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.dataloader import ResumingSampler
@@ -132,8 +133,8 @@ class StrategyBase:
 
     def report_memory(self, prefix: str = "") -> None:
         """Print how much of the device's memory is in use."""
-        free, total = self.device.memory.info()
-        self.print(f"MEMORY STATUS: {prefix}, USED={(total - free) / 1e9:.2f} GB")
+        info = self.device.memory.info()
+        self.print(f"MEMORY STATUS: {prefix}, USED={(info.total_bytes - info.free_bytes) / 1e9:.2f} GB")
 
     # ------------------------------------------------------------------------------------------- the models
 
@@ -194,7 +195,7 @@ class StrategyBase:
 
     def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
         """Prepare models, and triples of model, optimizer and scheduler; return them in their order."""
-        found = []
+        found: list[Any] = []
         for one in models_or_model_optim_pairs:
             if isinstance(one, tuple) and len(one) == 3 and not isinstance(one[1], nn.Module):
                 found.append((self.prepare_model(one[0], is_training=True), *one[1:]))
@@ -394,28 +395,14 @@ class StrategyBase:
             raise UnsupportedError("generation from images or videos", "token ids are: all_prompt_token_ids")
         self.wakeup_inference_engine()
         own, rank = [list(one) for one in all_prompt_token_ids or ()], self.get_rank()
-        parts = self._exchange(own) if self.config.engine_tp_size > 1 else [own]
+        parts = [own]
+        if self.config.engine_tp_size > 1:
+            parts = [json.loads(one) for one in all_gather_bytes(json.dumps(own).encode(), self.device.torch_device)]
         outputs = self.engine_generate_local(sampling_params, [one for part in parts for one in part])
         start = sum(map(len, parts[:rank])) if len(parts) > 1 else 0
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         return outputs[start : start + len(own)]
-
-    def _exchange(self, prompts: list[list[int]]) -> list[list[list[int]]]:
-        """Return the prompts of all ranks."""
-        lengths = torch.tensor([len(prompts), *map(len, prompts)])
-        tokens = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64)
-        parts = []
-        for length, values in zip(self._gather_ragged(lengths), self._gather_ragged(tokens), strict=True):
-            parts.append([one.tolist() for one in values.split(length[1:].tolist())])
-        return parts
-
-    def _gather_ragged(self, own: Tensor) -> list[Tensor]:
-        sizes = self.all_gather(torch.tensor([len(own)])).tolist()
-        padded = torch.zeros(max(sizes), dtype=own.dtype)
-        padded[: len(own)] = own
-        rows = self.all_gather(padded).view(self.world_size, -1)
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     # ---------------------------------------------------------------------------------------- the checkpoints
 
