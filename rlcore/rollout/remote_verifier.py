@@ -21,7 +21,7 @@ _URL = Kind(
     lambda value: isinstance(value, str) and value.startswith(("http://", "https://")),
 )
 _MOST_BYTES = 1 << 24
-"""Of an answer; what is longer is none of rewards."""
+"""The most bytes of an answer: what is longer is none of rewards."""
 
 
 class RemoteVerifier:

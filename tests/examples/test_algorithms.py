@@ -108,6 +108,6 @@ def test_it_learns(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypa
         return rewards[-1]
 
     monkeypatch.setattr(loop.Run, "step", kept)
-    sizes = "--rate 3e-3 --steps 8 --problems 4 --samples 8 --held-out 8 --imitation 0"
+    sizes = "--rate 3e-3 --steps 6 --problems 4 --samples 8 --held-out 8 --imitation 0"
     loop.main(ALGORITHMS[name](), sizes.split())
-    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2, rewards
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.15, rewards

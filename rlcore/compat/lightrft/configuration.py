@@ -16,7 +16,7 @@ _NOT_HERE = {
 
 @dataclass
 class StrategyConfig:
-    """What the strategies read of a program's ``args``. A field that ``args`` does not have keeps its default.
+    """The arguments of a program that strategies read. A field that ``args`` does not have keeps its default.
 
     ``train_options`` and ``engine_options`` are further options of ``TrainEngine.build`` and ``InferenceEngine.build``.
     """

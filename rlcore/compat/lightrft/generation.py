@@ -12,7 +12,7 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 
 
 class EngineStatus(Enum):
-    """Whether the inference engine holds memory of the device."""
+    """The inference engine holds memory of the device (``WAKEUP``), or none."""
 
     SLEEPED = 0
     WAKEUP = 1
