@@ -360,7 +360,7 @@ def _rlcore_imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"rlcore.{alias.name}") for alias in node.names if alias.name != "__version__")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlcore."):
             yield node.lineno, node.module or ""
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and str(argument.value).startswith("rlcore."):
                     yield node.lineno, str(argument.value)

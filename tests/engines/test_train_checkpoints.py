@@ -129,7 +129,7 @@ def test_an_export_is_a_hugging_face_folder(engine: rlcore.TrainEngine, tmp_path
         engine.export(tmp_path / "other" / "notes.txt")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_state_dict_round_trip(build: Build, workers: int) -> None:
     engine = build(workers)
     state = engine.state_dict()

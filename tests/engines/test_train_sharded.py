@@ -139,8 +139,8 @@ def test_fused_optimizers_clip_as_others_do(build: Build, truth: Truth) -> None:
     "layout",
     [
         "replicas",
-        "reduced each time",
         "sequences shared",
+        pytest.param("reduced each time", marks=slow),
         pytest.param("recomputed", marks=slow),  # a user's own blocks are, in another test
         pytest.param("gathered one by one", marks=slow),
     ],
@@ -162,7 +162,7 @@ def test_two_replicas_of_two_shards(build: Build, truth: Truth) -> None:
     truth.assert_weights(sharded.state_dict())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=slow), 2])
 def test_bfloat16_costs_no_more_than_plain_bfloat16_does(
     build: Build, workers: int, policy: Any, qwen2_folder: Path
 ) -> None:

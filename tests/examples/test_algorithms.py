@@ -19,7 +19,6 @@ from rlcore.examples.algorithms import (
     loop,
     ppo,
     reinforce_plus_plus,
-    reward_model,
     rloo,
     ttrl,
 )
@@ -35,7 +34,6 @@ ALGORITHMS = {
     "high_entropy": high_entropy.HighEntropy,
     "ppo": ppo.PPO,
     "reinforce_plus_plus": reinforce_plus_plus.ReinforcePlusPlus,
-    "reward_model": reward_model.RewardModelGRPO,
     "rloo": rloo.RLOO,
     "ttrl": ttrl.TTRL,
 }
@@ -98,8 +96,6 @@ def test_it_learns(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypa
     monkeypatch.setenv("RLCORE_CACHE", str(tmp_path_factory.getbasetemp() / "algorithms"))
     monkeypatch.setenv("RLCORE_DEVICE", "cpu")
     monkeypatch.setattr(loop.Run, "verify", lambda run, problem, text: text.count("7") / 3)
-    monkeypatch.setattr(reward_model, "PAIRS", 32)
-    monkeypatch.setattr(reward_model.RewardModelGRPO, "num_preference_steps", 20)
     rewards: list[float] = []
     step = loop.Run.step
 

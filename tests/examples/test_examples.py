@@ -22,12 +22,15 @@ from tests.warm import ENGINES, run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = (
+    "addition.py",
     "areal_grpo.py",
     "async_grpo.py",
     "lightrft_grpo.py",
+    "reward_model.py",
     "rlite_tutorial.py",
     "sampler_parity.py",
-)  # docs/rollout.md, docs/vllm.md, docs/migrating.md
+    "tinker_grpo.py",
+)  # docs/migrating.md, docs/rollout.md, docs/train.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]
@@ -53,7 +56,7 @@ def test_the_guide_shows_the_example_as_it_is(path: Path) -> None:
 def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "examples"
     found = CliRunner().invoke(cli.app, ["examples", str(folder)])
-    sources = sorted((ROOT / "examples").rglob("*.py"))
+    sources = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".yaml"))
     names = [source.relative_to(ROOT / "examples") for source in sources]
     assert Path("algorithms", "grpo.py") in names
     assert found.stdout.splitlines() == [str(folder / name) for name in names]
