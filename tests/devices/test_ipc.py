@@ -509,7 +509,7 @@ def test_an_exporter_that_was_never_there_is_an_error(device: Any) -> None:
 
 def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = handle_of(peer.run(EXPORT.format(size=4)))
-    monkeypatch.setattr("rlcore.devices.ipc.importer._importer", IpcImporter())  # it has no connection yet
+    monkeypatch.setattr("rlcore.devices.ipc.importer._of_process.own", IpcImporter())  # it has no connection yet
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(
@@ -519,7 +519,7 @@ def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypa
 
 
 def test_an_importer_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlcore.devices.ipc.importer._importer", IpcImporter())  # it has no connection yet
+    monkeypatch.setattr("rlcore.devices.ipc.importer._of_process.own", IpcImporter())  # it has no connection yet
     text = peer.run(EXPORT.format(size=4))
     peer.run("getuid = os.getuid; mine = getuid(); os.getuid = lambda: mine + 1")
     try:
