@@ -1,15 +1,13 @@
-"""``load_expr_config``: a configuration from a YAML file and overrides, checked by name and type."""
+"""``load_expr_config``: AReaLite's way to read a configuration and its overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from typing import Any
 
-from rlcore.arguments import did_you_mean
-from rlcore.errors import InvalidInputError, MissingDependencyError
+from rlcore.arguments import LIST
+from rlcore.configuration_file import read_configuration
+from rlcore.errors import InvalidInputError
 
 IGNORED = ("cluster", "launcher", "sglang", "vllm", "server", "saver", "checkpointer", "evaluator", "stats_logger")
 """Sections of a configuration that say how AReaLite starts servers and writes files."""
@@ -19,63 +17,13 @@ def load_expr_config(argv: Sequence[str], config_class: type[Any]) -> tuple[Any,
     """Read ``--config FILE.yaml key.key=value ...``; return the configuration and the file's name.
 
     Raises:
-        InvalidInputError: an unknown field (names the nearest), or a value of another type.
+        InvalidInputError: the file cannot be read, or is no YAML; an unknown field (names the nearest); a value of
+            another type.
     """
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingDependencyError("pyyaml", needed_for="a configuration in YAML", extra="hf") from error
-    if list(argv[:1]) != ["--config"] or len(argv) < 2:
-        raise InvalidInputError(f"load_expr_config() takes --config FILE.yaml and then key=value, got {list(argv)!r}")
-    values = yaml.safe_load(Path(argv[1]).read_text("utf-8")) or {}
-    for override in argv[2:]:
-        name, equals, text = override.partition("=")
-        if not equals:
-            raise InvalidInputError(f"an override must be key=value, got {override!r}")
-        *sections, last = name.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = yaml.safe_load(text)
-    config = _filled(config_class, values, "")
+    if not LIST.has(argv) or len(argv) < 2 or argv[0] != "--config":
+        raise InvalidInputError(f"load_expr_config() takes --config FILE.yaml and then key=value, got {argv!r:.200}")
+    config = read_configuration(argv[1], argv[2:], config_class, ignored=IGNORED)
     rollout, actor = getattr(config, "rollout", None), getattr(config, "actor", None)
     if rollout is not None and actor is not None and not rollout.model_path:
         rollout.model_path = actor.path
     return config, argv[1]
-
-
-def _filled(kind: Any, values: Any, at: str) -> Any:
-    """Return a dataclass of these values, which are checked by name and type."""
-    if not isinstance(values, Mapping):
-        raise InvalidInputError(f"{at or 'a configuration'} must be a mapping, got {values!r:.100}")
-    hints = get_type_hints(kind)
-    names = [one.name for one in fields(kind)]
-    found = {}
-    for name, value in values.items():
-        if not at and name in IGNORED:
-            continue
-        if name not in names:
-            hint = did_you_mean(str(name), names)
-            raise InvalidInputError(f"{at}{name} is no field here{hint or ';'} accepted: {', '.join(names)}")
-        found[name] = _value(hints[name], value, f"{at}{name}")
-    return kind(**found)
-
-
-def _value(kind: Any, value: Any, at: str) -> Any:
-    kinds = list(get_args(kind)) if isinstance(kind, UnionType) else [kind]
-    if value is None and type(None) in kinds:
-        return None
-    (kind,) = [one for one in kinds if one is not type(None)]
-    if is_dataclass(kind):
-        return _filled(kind, value, f"{at}.")
-    plain = get_origin(kind) or kind
-    if plain is float and isinstance(value, str):  # YAML reads 1e-5 as a text
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if plain is float and type(value) is int:
-        return float(value)
-    if type(value) is not plain:
-        raise InvalidInputError(f"{at} must be a {plain.__name__}, got {value!r:.100}")
-    return value
