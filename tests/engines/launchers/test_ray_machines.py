@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import rlcore
+from tests.engines.launchers.ray_faults import ENVIRONMENT
 from tests.engines.train_batches import assert_same_weights, packed_batch
 from tests.engines.train_policy import adamw_policy
 from tests.hosts import Host, start_hosts
@@ -138,7 +139,6 @@ def run(
     number_of_hosts: int, start_hosts: Any, tmp_path: Path, qwen2_folder: Path
 ) -> Iterator[Callable[..., dict[str, Any]]]:
     """``run(program)``: what a program on host-a writes, in a Ray cluster of host-a, host-b and perhaps host-c."""
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64, "RAY_USAGE_STATS_ENABLED": "0"}
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=2"]
 
     with start_hosts(number_of_hosts, also=[qwen2_folder]) as (here, there, *others):
@@ -146,12 +146,12 @@ def run(
         for host in (here, there, *others):
             more = [*ray, *(head if host is here else [f"--address={here.address}:6379"])]
             named = [f"--node-name={host.name}", f"--node-ip-address={host.address}"]
-            ready(host.start([*more, *named], environment=environment))
+            ready(host.start([*more, *named], environment=ENVIRONMENT))
 
         def run_there(text: str, beside: Callable[[Host], None] | None = None) -> dict[str, Any]:
             path = tmp_path / "program.py"
             path.write_text(textwrap.dedent(COMMON) + textwrap.dedent(text))
-            program = here.python(str(path), str(qwen2_folder), str(tmp_path), environment=environment)
+            program = here.python(str(path), str(qwen2_folder), str(tmp_path), environment=ENVIRONMENT)
             if beside is not None:
                 beside(there)
             _, errors = program.communicate(timeout=LIMIT_S)
