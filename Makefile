@@ -6,6 +6,12 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto
 NO_GPU := not gpu and not multigpu and not vllm
 OFTEN := $(NO_GPU) and not npu_sim and not slow and not ray
 
+# What pip would compile with one process and in twice the time: files that nothing imports, or a few of many.
+LATER := /tests/|/torch/testing/|/transformers/models/|/mypy/
+
+# Programs of tests begin by the hundred, and would compile rlcore each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test test-all test-slow ray-test check gpu-test bench bench-micro results docs same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
@@ -55,7 +61,9 @@ docs: .venv/docs.installed results  ## The documentation site, in outputs/docs; 
 			test ! -e .venv/new || rm -r .venv; exit 1; }
 	@rm -f .venv/new
 	@echo "Installing rlcore[$*] into .venv; the first time takes minutes, most of them for torch"
-	@$(PIP) install -c constraints.txt -e '.[$*]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[$*]'
+	@echo "Compiling what was installed"
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(LATER)' .venv/lib >/dev/null || true
 	@touch $@
 
 # In a folder of its own, which its tests alone put on the path: transformers and others import it wherever they find it.

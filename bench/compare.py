@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rlcore.bench.record import CaseResult, Record, identity
+from rlcore.bench.record import CROWDED, CaseResult, Record, identity
 from rlcore.errors import InvalidInputError, MissingDependencyError
 
 Verdict = Literal["about equal", "faster", "slower", "cannot tell", "not comparable"]
@@ -100,10 +100,11 @@ def difference(a: CaseResult, b: CaseResult) -> Difference:
     """Raises MissingDependencyError without scipy."""
     stats, clock = _scipy_stats(), _clock(a, b)
     samples = a.samples(clock), b.samples(clock)
-    sides = [_log_medians(*side) for side in zip((a, b), samples, strict=True)]
-    turns, chance = _log_ratios(a, b, *sides), _chance(sides, may_last=True)
+    rounds = [_log_rounds(*side) for side in zip((a, b), samples, strict=True)]
+    sides = [np.array([np.median(part) for part in parts]) for parts in rounds]
+    turns, chance = _log_ratios(a, b, *sides), _chance(sides, may_last=True, least=_scatter(rounds))
     took_turns = len(turns) >= _LEAST_TURNS
-    if took_turns and (chance_of_turns := _chance([turns], may_last=False)) < chance:
+    if took_turns and (chance_of_turns := _chance([turns], may_last=False, least=0.0)) < chance:
         p = float(stats.wilcoxon(turns).pvalue) if turns.any() else 1.0
         ratio = math.exp(stats.trim_mean(turns, _trimmed(len(turns))))
         noise, can_tell, compared = max(_LEAST, chance_of_turns), True, len(turns)
@@ -131,10 +132,19 @@ def _tells_all(result: CaseResult, clock: str) -> bool:
     return result.has(clock) and len(result.samples(clock)) == len(result.samples("time"))
 
 
-def _log_medians(result: CaseResult, samples: list[float]) -> Any:
-    """[rounds]: the logarithms of the medians of each process."""
+def _log_rounds(result: CaseResult, samples: list[float]) -> list[Any]:
+    """Return the logarithms of the samples of each process."""
     ends = np.cumsum(result.rounds)[:-1] if len(result.rounds) > 1 else min(_BLOCKS, len(samples))
-    return np.log([np.median(part) for part in np.array_split(samples, ends)])
+    return np.array_split(np.log(samples), ends)
+
+
+def _scatter(sides: list[list[Any]]) -> float:
+    """Return the variance of the median of a round, as the samples within rounds have it.
+
+    Three rounds may agree by chance though a neighbour came and went in each of them.
+    """
+    parts = [part for rounds in sides for part in rounds if len(part) > 1]
+    return float(np.mean([math.pi / 2 * part.var(ddof=1) / len(part) for part in parts])) if parts else 0.0
 
 
 def _log_ratios(a: CaseResult, b: CaseResult, log_a: Any, log_b: Any) -> Any:
@@ -172,11 +182,12 @@ def _trimmed(number: int) -> float:
     return _TRIMMED if number >= _MANY else 0.0
 
 
-def _chance(sides: list[Any], *, may_last: bool) -> float:
+def _chance(sides: list[Any], *, may_last: bool, least: float) -> float:
     """Return the share by which means of log medians, or log ratios, differ by chance in all but ALPHA of the cases.
 
     Two sides differ from each other, one side from 0. The means are trimmed, so that their variance is that of Yuen's
-    test: it comes from winsorised rounds. scipy has that test, but not for rounds that depend on the one before.
+    test: it comes from winsorised rounds, and is at least ``least``. scipy has that test, but not for rounds that
+    depend on the one before.
     """
     stats, trimmed = _scipy_stats(), _trimmed(sum(map(len, sides)))
     kept = [len(side) - 2 * int(trimmed * len(side)) for side in sides]
@@ -185,7 +196,7 @@ def _chance(sides: list[Any], *, may_last: bool) -> float:
         return math.inf  # one round of one sample each: nothing is known about chance
     winsorised = [np.asarray(stats.mstats.winsorize(side, (trimmed, trimmed))) for side in sides]
     apart = [side - side.mean() for side in winsorised]
-    variance = sum(float(side @ side) for side in apart) / freedom
+    variance = max(least, sum(float(side @ side) for side in apart) / freedom)
     # What a round has in common with the one before it, the whole run has.
     lasting = max(0.0, sum(float(side[1:] @ side[:-1]) for side in apart) / freedom) if may_last else 0.0
     error = math.sqrt(variance * sum(1 / count for count in kept) + 2 * lasting)
@@ -409,13 +420,15 @@ def _verdict(found: Difference, a: CaseResult, b: CaseResult) -> tuple[Verdict, 
 
 
 def disturbance(found: Difference, a: CaseResult, b: CaseResult) -> str:
-    """Return words if others kept the host much busier in one of the runs, else "".
+    """Return words if others kept the host much busier in one of the runs, or left it no processor, else "".
 
     Threads that wait for each other then take many times as long, by any clock of the host. So this makes differences,
     and hides those that there are. Where turns were compared it met both.
     """
     if found.clock == "device_time" or found.turns:
         return ""
+    if CROWDED in (*a.marks, *b.marks):
+        return CROWDED.removeprefix("shared: ")
     shares = [(result.telemetry.host_share_of_others if result.telemetry else None) or 0.0 for result in (a, b)]
     if abs(shares[0] - shares[1]) <= _OTHERS:
         return ""

@@ -30,6 +30,9 @@ Positive = Annotated[float, msgspec.Meta(ge=1e-100, le=1e100)]
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
+CROWDED: Final = "shared: others left no processor of the host free"
+"""A mark: work of the host then waits, and finds caches and memory in use, so that even its processor time differs."""
+
 _LARGEST_BYTES = 50_000_000
 """Size of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlcore.arguments import FLAG, LIST, TEXT, Kind, optional, takes
 from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.errors import InvalidInputError
@@ -30,8 +31,10 @@ class Runtime:
 
 
 _current = Runtime()
+_DEVICES = Kind("a device's name or a list of them", lambda value: TEXT.has(value) or LIST.has(value))
 
 
+@takes("init()", devices=optional(_DEVICES), address=optional(TEXT), insecure_cluster=FLAG)
 def init(
     devices: Sequence[str] | str | None = None,
     launcher: str | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import shutil
@@ -60,6 +61,19 @@ def pytest_configure() -> None:
         signal.signal(
             signal.SIGHUP, lambda *_: None
         )  # unlike an ignored signal, a handled one is no child's inheritance
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What torch, transformers and the tests themselves are is there to stay: to look through it takes 0.4 s each time,
+    and processes that are forked would copy it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,14 +76,17 @@ BELOW = {
 }
 """What each part may import besides itself. ``devices`` is reached through the registry."""
 
+EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling")
+"""The rooms of executors, of which none imports from another: what two of them need is below them."""
+
 ROOMS = {
     "engines": (
         ("_torch_private", "residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
-            "completion", "params", "model_folder", "prompts", "progress", "request_queue"))),
+            "completion", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
         ("executors",),
-        ("fsdp2", "deepspeed", "sampling"),
+        EXECUTORS,
         ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
     ),
     "kernels": (
@@ -101,8 +104,16 @@ ROOMS = {
         ("run", "plugin"),
         ("publish", "pytest_plugin", "cases"),
     ),
+    "rlcore": (
+        ("cli.console", "cli.inventory"),
+        ("conformance", "doctor", "integrations", "rollout"),
+        ("chaos", "quickstart"),
+        ("compat",),
+        ("cli", "__main__"),
+    ),
 }  # fmt: skip
-"""Files and folders of a part, from the lowest: each imports from its own row and from those above it in this table."""
+"""Files and folders of a part, from the lowest: each imports from its own row and from those above it in this table.
+Of rlcore/ it has the folders of the front alone."""
 
 VENDOR = re.compile(r"cuda|nvidia|nccl|rocm|npu(?![a-z])|ascend(?![a-z])|hccl|cann(?![a-z])|xpu|gaudi", re.IGNORECASE)
 
@@ -161,14 +172,32 @@ def upward_imports_within(root: Path) -> list[str]:
         if part not in ROOMS:
             continue
         own = _floor(part, ".".join(path.relative_to(root / part).with_suffix("").parts))
+        if own is None and part == "rlcore":
+            continue
         if own is None:
             found.append(f"{path.relative_to(root)} is in no room of {part}")
             continue
         for line, module in _rlcore_imports(path):
-            target = _floor(part, module.removeprefix(f"rlcore.{part}."))
-            if module.startswith(f"rlcore.{part}.") and target is not None and target > own:
+            prefix = "rlcore." if part == "rlcore" else f"rlcore.{part}."
+            target = _floor(part, module.removeprefix(prefix))
+            if module.startswith(prefix) and target is not None and target > own:
                 found.append(f"{path.relative_to(root)}:{line} imports {module}, which is above it")
     return found
+
+
+def imports_between_executors(root: Path) -> list[str]:
+    found = []
+    for path in _python_files(root):
+        own = _executor(".".join(path.relative_to(root).with_suffix("").parts))
+        for line, module in _rlcore_imports(path):
+            target = _executor(module.removeprefix("rlcore."))
+            if own and target and target != own:
+                found.append(f"{path.relative_to(root)}:{line} imports {module}, of another executor")
+    return found
+
+
+def _executor(module: str) -> str:
+    return next((name for name in EXECUTORS[:-1] if f"{module}.".startswith(f"engines.{name}.")), "")
 
 
 def docstrings_without_subject(root: Path) -> list[str]:
@@ -331,7 +360,7 @@ def _rlcore_imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"rlcore.{alias.name}") for alias in node.names if alias.name != "__version__")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlcore."):
             yield node.lineno, node.module or ""
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and str(argument.value).startswith("rlcore."):
                     yield node.lineno, str(argument.value)
@@ -392,6 +421,7 @@ def _words(path: Path) -> Iterator[tuple[int, str]]:
         root_packages,
         upward_imports,
         upward_imports_within,
+        imports_between_executors,
         docstrings_without_subject,
         class_names_used_twice,
         root_name_imports,
@@ -533,11 +563,21 @@ def test_an_import_that_points_down_is_accepted(tmp_path: Path, file: str, code:
         ("engines/weight_sync/planning/a.py", "if TYPE_CHECKING:\n    from rlcore.engines.fsdp2.sharding import x"),
         ("kernels/token/a.py", "from rlcore.kernels.linear.loss import x"),
         ("kernels/elsewhere.py", "pass"),
+        ("rlcore/rollout/a.py", "from rlcore.compat.rlite import x"),
     ],
 )
 def test_an_import_that_points_up_within_a_part_is_found(tmp_path: Path, file: str, code: str) -> None:
     (found,) = upward_imports_within(plant(tmp_path, file, code))
     assert found.startswith(file)
+
+
+def test_an_import_of_another_executor_is_found(tmp_path: Path) -> None:
+    code = "from rlcore.engines.fsdp2.sharding import x"
+    root = plant(tmp_path, "engines/deepspeed/a.py", code)
+    (root / "engines/fsdp2").mkdir()
+    (root / "engines/fsdp2/own.py").write_text(code)
+    (found,) = imports_between_executors(root)
+    assert found.startswith("engines/deepspeed/a.py")
 
 
 def test_half_a_sentence_and_a_name_used_twice_are_found(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def typed_tolerances(tree: ast.AST) -> Iterator[int]:
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
+            name = _last_name(node.func)
             typed = any(k.arg in TOLERANCES and _is_small(k.value) for k in node.keywords)
             counts = [k.value for k in node.keywords if k.arg == "terms"] + node.args[: name == "rounding"]
             many = any(isinstance(count, ast.Constant) and count.value >= MANY for count in counts)
@@ -55,7 +55,11 @@ def _is_small(node: ast.AST) -> bool:
 
 
 def _is_rounding(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "rounding"
+    return isinstance(node, ast.Call) and _last_name(node.func) == "rounding"
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def test_no_test_has_a_typed_tolerance() -> None:

@@ -81,12 +81,17 @@ def without_settings() -> dict[str, str]:
 class WarmPopen(subprocess.Popen[bytes]):
     """A process of this interpreter that finds ``ENGINES`` imported: as any other child of this process."""
 
+    modules = ENGINES
+
+    def _folder(self) -> str:
+        return _started(sys.executable, self.modules)
+
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """The arguments are those of `subprocess.Popen` in Python 3.11 to 3.14."""
         pass_fds, env, pipes = rest[3], rest[5], rest[9:15]
         given = dict(enumerate((pipes[0], pipes[3], pipes[5]))) | {number: number for number in pass_fds}
         streams = {number: number if stream == -1 else stream for number, stream in given.items()}
-        self.pid = warm_process.request(_started(sys.executable, ENGINES), args[1:], env, streams)
+        self.pid = warm_process.request(self._folder(), args[1:], env, streams)
         if self.pid == -1:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -94,19 +99,52 @@ class WarmPopen(subprocess.Popen[bytes]):
         self._close_pipe_fds(*pipes)
 
 
+class TorchPopen(WarmPopen):
+    """One that finds torch imported."""
+
+    modules = ()
+
+
+def starting(kind: type[subprocess.Popen[bytes]]) -> types.SimpleNamespace:
+    """What a module imports as ``subprocess`` for its processes of this interpreter to be of that kind."""
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return (kind if command[0] == sys.executable else subprocess.Popen)(command, **options)
+
+    return types.SimpleNamespace(**vars(subprocess) | {"Popen": start})
+
+
 @contextlib.contextmanager
 def warm_workers() -> Iterator[None]:
     """Workers of this process begin as warm programs do."""
     from rlcore.engines.launchers import worker_process
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        kind = WarmPopen if command[0] == sys.executable else subprocess.Popen
-        return kind(command, **options)
-
-    names = vars(subprocess) | {"Popen": start}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_process, "subprocess", types.SimpleNamespace(**names))
+        patch.setattr(worker_process, "subprocess", starting(WarmPopen))
         yield
+
+
+def fork_server() -> str:
+    """Return the folder with the socket of a warm process that this one forks, with what is imported here by now.
+
+    For a program that is itself warm, and has no thread yet. The fork ends with this process.
+    """
+    folder = tempfile.mkdtemp(prefix="warm-")
+    input_ends, output_ends = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        os.dup2(input_ends[0], 0)
+        os.dup2(output_ends[1], 1)
+        for descriptor in (*input_ends, *output_ends):
+            os.close(descriptor)
+        warm_process.run(warm_process.serve(folder, []))
+    os.close(input_ends[0])
+    os.close(output_ends[1])
+    if not os.read(output_ends[0], 1):
+        raise RuntimeError("the fork of this process did not become a warm process; its error is above")
+    os.close(output_ends[0])
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache

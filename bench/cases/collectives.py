@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.timing import Measured, self_timed
+from rlcore.bench.cases.workers import BenchWorker
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import start_workers
-from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import UnsupportedError
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]
@@ -36,18 +36,15 @@ _NUM_RUNS = 5
 _ITERATIONS, _FEW_ITERATIONS, _FEW_FROM = 20, 3, 16 << 20
 
 
-class _Rank:
+class _Rank(BenchWorker):
     """Does a collective many times; all ranks do the same."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
 
     def measure(self, op: Op, nbytes: int, iterations: int) -> tuple[list[float], bool]:
         """Return the seconds of each iteration, and whether the result is right."""
         import torch.distributed as dist
 
-        group = self._context.process_group(_TIMEOUT_S)
-        rank, size, device = self._context.rank, self._context.world_size, self._context.device
+        group = self.context.process_group(_TIMEOUT_S)
+        rank, size, device = self.context.rank, self.context.world_size, self.context.device
         numel = max(1, nbytes // 4 // size) * size
         part = numel // size
         at: dict[str, Any] = {"device": device.torch_device}
@@ -72,9 +69,6 @@ class _Rank:
             device.synchronize()
             seconds.append(time.perf_counter() - started)
         return seconds[1:], torch.equal(received, _expected(op, numel, size).to(device.torch_device))
-
-    def close(self) -> None:
-        pass
 
 
 def _expected(op: Op, numel: int, size: int) -> Tensor:

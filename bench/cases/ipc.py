@@ -14,9 +14,8 @@ import torch
 
 from rlcore.bench.case import Case, Quantity, Work, expect
 from rlcore.bench.cases.timing import Measured, self_timed, timed
-from rlcore.bench.cases.workers import TIMEOUT_S, ask, worker_processes
+from rlcore.bench.cases.workers import TIMEOUT_S, BenchWorker, ask, worker_processes
 from rlcore.device import Device
-from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.types import IpcHandle
 
 _NUM_RUNS = 5
@@ -35,17 +34,14 @@ class _ImportTimes(NamedTuple):
     sums: list[float]
 
 
-class _ImportWorker:
-    """A worker that imports what it is given."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._memory = context.device.memory
+class _ImportWorker(BenchWorker):
+    """Imports what it is given."""
 
     def open(self, handles: list[bytes]) -> _ImportTimes:
         opened = [timed(functools.partial(self._import, data)) for data in handles]
         again_s, use_s, sums = [], [], []
         for mapping, _ in opened:
-            again, seconds = timed(functools.partial(self._memory.import_ipc, mapping.handle))
+            again, seconds = timed(functools.partial(self.device.memory.import_ipc, mapping.handle))
             again.close()
             again_s.append(seconds)
             use_s.append(timed(functools.partial(getattr, mapping, "tensor"))[1])
@@ -55,26 +51,17 @@ class _ImportWorker:
         return _ImportTimes([seconds for _, seconds in opened], again_s, use_s, sums)
 
     def _import(self, data: bytes) -> Any:
-        return self._memory.import_ipc(IpcHandle.from_bytes(data))
-
-    def close(self) -> None:
-        pass
+        return self.device.memory.import_ipc(IpcHandle.from_bytes(data))
 
 
-class _ExportWorker:
-    """A worker that gives one large tensor."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._device = context.device
+class _ExportWorker(BenchWorker):
+    """Gives one large tensor."""
 
     def give(self, nbytes: int) -> bytes:
-        self._tensor = torch.arange(nbytes // 4, dtype=torch.float32, device=self._device.torch_device)
-        self._device.synchronize()
-        self._handle = self._device.memory.export_ipc(self._tensor)
+        self._tensor = torch.arange(nbytes // 4, dtype=torch.float32, device=self.device.torch_device)
+        self.device.synchronize()
+        self._handle = self.device.memory.export_ipc(self._tensor)
         return bytes(self._handle.to_bytes())
-
-    def close(self) -> None:
-        pass
 
 
 def _open(device: Device) -> Measured:

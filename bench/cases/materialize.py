@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from rlcore.bench.case import Case, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_7B, TINY, Folder, ModelShape, policy, policy_class
-from rlcore.bench.cases.timing import Measured, proc_bytes, self_timed
+from rlcore.bench.cases.timing import Measured, PeakWatch, proc_bytes, self_timed
 from rlcore.device import Device
 from rlcore.engines.train import TrainEngine
 from rlcore.weights.shards import local_part
@@ -26,25 +25,6 @@ _SUMMED = 40
 """The sum of one in so many parameters is compared."""
 
 
-class _AnonymousMemory:
-    """The most that this process has had since the start, seen by a thread that looks again and again."""
-
-    def __init__(self) -> None:
-        self.first = self.peak = _anonymous_bytes()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def end(self) -> int:
-        self._ended.set()
-        self._thread.join()
-        return max(self.peak, _anonymous_bytes()) - self.first
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_SAMPLED_S):
-            self.peak = max(self.peak, _anonymous_bytes())
-
-
 def _anonymous_bytes() -> int:
     return proc_bytes("self/status", "RssAnon")
 
@@ -53,7 +33,7 @@ def _measured_policy(dense: ModelShape, folder: Path, device: Device) -> Any:
     class MeasuredPolicy(policy_class()):  # type: ignore[misc]
         def materialization_source(self) -> Path:
             torch.empty(1, device=self.device_type)  # what the device's runtime needs of the host is not counted
-            self.memory, self.started = _AnonymousMemory(), time.perf_counter()
+            self.memory, self.started = PeakWatch(_anonymous_bytes, _SAMPLED_S), time.perf_counter()
             return folder
 
         def on_weights_materialized(self) -> None:
@@ -61,7 +41,7 @@ def _measured_policy(dense: ModelShape, folder: Path, device: Device) -> Any:
                 torch.accelerator.synchronize()
             seconds = time.perf_counter() - self.started
             own = sum(local_part(parameter).numel() for parameter in self.parameters())
-            self.found = seconds, own * torch.bfloat16.itemsize, self.memory.end()
+            self.found = seconds, own * torch.bfloat16.itemsize, self.memory.end() - self.memory.first
 
         def what_was_found(self) -> tuple[float, int, int]:
             """Return the seconds from opening the files to the last value on the device, the bytes that were read, in

@@ -35,27 +35,28 @@ _SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 def _prepare_train_step(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    train = TrainEngine(learner(_held_folder(held, load, device).path))
+    train = TrainEngine(learner(held_folder(held, load, device).path))
     train.build(devices=device.name)
     held.callback(train.close)
     batch = load.train_batch()
     num_tokens = int(batch["attention_mask"].sum())
-
-    def check(metrics: Mapping[str, float]) -> None:
-        expect(all(map(math.isfinite, metrics.values())), f"not finite: {metrics}")
-        expect(metrics["grad_norm"] > 0, "there was no gradient")
-
     contender = Contender(
         "fsdp2",
         lambda: train.train_batch(batch, ppo_clip(clip_low=0.2, clip_high=0.28)),
-        check,
+        check_trained,
         # Six operations a parameter and token, recomputation and attention not counted.
         limits={f"product/{load.params['dtype']}": 6 * load.model.num_multiplied * num_tokens},
     )
     return Work((contender,), {**load.params, "tokens": num_tokens, "devices": 1}, close=held.close)
 
 
-def _held_folder(held: contextlib.ExitStack, load: Load, device: Device) -> Folder:
+def check_trained(metrics: Mapping[str, float]) -> None:
+    """Raise AssertionError unless a step of training has trained."""
+    expect(all(map(math.isfinite, metrics.values())), f"not finite: {metrics}")
+    expect(metrics["grad_norm"] > 0, "there was no gradient")
+
+
+def held_folder(held: contextlib.ExitStack, load: Load, device: Device) -> Folder:
     folder = Folder(load.model, load.dtype, device)
     held.callback(folder.close)
     return folder
@@ -64,7 +65,7 @@ def _held_folder(held: contextlib.ExitStack, load: Load, device: Device) -> Fold
 def _prepare_rollout(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    infer = InferenceEngine(_held_folder(held, load, device).path)
+    infer = InferenceEngine(held_folder(held, load, device).path)
     infer.build(devices=device.name)
     held.callback(infer.close)
     asked, options = load.prompt_ids(), _sampling(load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,28 @@ class PhaseTimes:
         yield
         self._device.synchronize()
         self.seconds[name] += time.perf_counter() - started
+
+
+class PeakWatch:
+    """The greatest value since the start, seen by a thread that looks again and again."""
+
+    def __init__(self, look: Callable[[], int], every_s: float) -> None:
+        self._look, self._every_s = look, every_s
+        self.first = self.peak = look()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._every_s):
+            self.peak = max(self.peak, self._look())
+
+    def end(self) -> int:
+        """Return the peak. The thread has ended: one that is in a driver when Python ends would abort the program."""
+        self._is_over.set()
+        self._thread.join()
+        self.peak = max(self.peak, self._look())
+        return self.peak
 
 
 def proc_bytes(file: str, field: str) -> int:

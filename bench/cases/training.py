@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Drawn, ModelShape, packed_batch, transformers_class
 from rlcore.bench.cases.models import policy as make_policy
+from rlcore.bench.cases.workers import BenchWorker
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
-from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.train import TrainEngine
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.losses.policy import ppo_clip
@@ -148,15 +148,8 @@ def _ppo(logits_TV: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
     return -(tokens["weight"] * gain_T).sum(), entropy
 
 
-class _Plain:
+class _Plain(BenchWorker):
     """One rank of the loop that FSDP2's own tutorial has, with all that makes it fast."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-        self._device = context.device
-
-    def close(self) -> None:
-        pass
 
     def run(self, job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
         started = time.perf_counter()
@@ -178,15 +171,15 @@ class _Plain:
             return float(metrics[0])
 
         loss, warm = _times(step, batches[:_WARM_UP])
-        self._device.memory.reset_peak()
+        self.device.memory.reset_peak()
         _, seconds = _times(step, batches[_WARM_UP:])
-        return _Steps(loss, seconds, warm[0], build_s, self._device.memory.stats().peak_allocated_bytes)
+        return _Steps(loss, seconds, warm[0], build_s, self.device.memory.stats().peak_allocated_bytes)
 
     def _build(self, job: _Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self._context.process_group(_TIMEOUT_S)
+        self.context.process_group(_TIMEOUT_S)
         with meta_device():
             model = transformers_class("Qwen2ForCausalLM")._from_config(job.dense.config())
-        weights = Drawn(model, job.compute_dtype, self._device.type)
+        weights = Drawn(model, job.compute_dtype, self.device.type)
         policy = MixedPrecisionPolicy(param_dtype=job.compute_dtype, reduce_dtype=torch.float32)
         for block in model.model.layers:
             if job.recomputes:
@@ -197,7 +190,7 @@ class _Plain:
         scored = _PackedLogits(model.float())
         fully_shard(scored, mp_policy=policy)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
-        scored.to_empty(device=self._device.torch_device)
+        scored.to_empty(device=self.device.torch_device)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -210,7 +203,7 @@ class _Plain:
     def _tokens(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's share of the batch, on its device; ``cu_seqlens`` stays on the host."""
         bounds = batch["cu_seqlens"].tolist()
-        rank, size = self._context.rank, self._context.world_size
+        rank, size = self.context.rank, self.context.world_size
         own = list(itertools.pairwise(bounds))[rank::size]  # of each length one
         rows = torch.cat([torch.arange(start, end) for start, end in own])
         ends = torch.tensor([end - start for start, end in own]).cumsum(0)
@@ -223,7 +216,7 @@ class _Plain:
         }
         given["targets"] = given["input_ids"].roll(-1)
         cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
-        return {name: tensor.to(self._device.torch_device) for name, tensor in given.items()} | {
+        return {name: tensor.to(self.device.torch_device) for name, tensor in given.items()} | {
             "cu_seqlens": cu_seqlens
         }
 

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.bench.cases.timing import Measured, median_time, self_timed, timed
-from rlcore.bench.cases.workers import ask, worker_processes
+from rlcore.bench.cases.workers import BenchWorker, ask, worker_processes
 from rlcore.device import Device
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.offload.standalone import offloaded
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers, call_each
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
@@ -136,25 +135,22 @@ class _FusedTarget(Target):
         """Drop nothing: nothing is kept."""
 
 
-class _EngineWorker:
+class _EngineWorker(BenchWorker):
     """The worker in the other process."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._device = context.device
-
     def build(self, sizes: ModelShape) -> None:
-        with torch.device(self._device.torch_device):
+        with torch.device(self.device.torch_device):
             self._model = _FusedModel(sizes)
-        self._receiver = Receiver(_FusedTarget(self._model, self._device))
+        self._receiver = Receiver(_FusedTarget(self._model, self.device))
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
         return call_each([self._receiver], method, calls)
 
     def take(self, name: str, handle: bytes) -> None:
         """Take one tensor, as frameworks give it."""
-        with self._device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
+        with self.device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
             self._model.load_weights([(name, mapping.tensor.clone())])
-            self._device.synchronize()
+            self.device.synchronize()
 
     def corners(self) -> list[float]:
         """Return the first value of each tensor."""

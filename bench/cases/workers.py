@@ -53,11 +53,19 @@ def ask(group: WorkerGroup, method: str, *args: Any) -> Any:
     return group.call(method, [(args, {})] * len(group.workers))[0]
 
 
-class _Echo:
-    """A worker that answers at once."""
+class BenchWorker:
+    """A worker of the bench, which has nothing to close."""
 
     def __init__(self, context: WorkerContext) -> None:
-        pass
+        self.context = context
+        self.device = context.device
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Echo(BenchWorker):
+    """Answers at once."""
 
     def echo(self, value: int) -> int:
         return value
@@ -71,9 +79,6 @@ class _Echo:
 
     def give(self) -> Tensor:
         return self.tensor
-
-    def close(self) -> None:
-        pass
 
 
 def _prepare_call(launcher: str, device: Device) -> Work:

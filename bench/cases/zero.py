@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,55 +10,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.bench.case import Case, Contender, Work, expect
-from rlcore.bench.cases.models import Folder, Load, load_on, transformers_class
+from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.cases.models import LEARNING_RATE, Folder, Load, learner, load_on, transformers_class
+from rlcore.bench.cases.reinforcement import check_trained, held_folder
 from rlcore.device import Device
 from rlcore.engines.deepspeed.library import check_installed, deepspeed_for
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
-from rlcore.meta import meta_device
-from rlcore.nn import HuggingFaceTrainModule
 from rlcore.tensor_data import dtype_name
 
 _STAGES = (2, 3)
-_LEARNING_RATE = 1e-6
-
-
-def _module(folder: Folder) -> Any:
-    class ZeroLearner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=_LEARNING_RATE)
-
-    with meta_device():
-        return ZeroLearner.from_pretrained(folder.path)
 
 
 def _prepare(device: Device) -> Work:
     check_installed()
     load = load_on(device)
     held = contextlib.ExitStack()
-    folder = Folder(load.model, load.dtype, device)
-    held.callback(folder.close)
+    folder = held_folder(held, load, device)
     batch = load.train_batch()
     num_tokens = int(batch["attention_mask"].sum())
 
-    def check(metrics: Mapping[str, float]) -> None:
-        expect(all(map(math.isfinite, metrics.values())), f"not finite: {metrics}")
-        expect(metrics["grad_norm"] > 0, "there was no gradient")
-
     def contender(name: str, executor: str, **options: Any) -> Contender:
-        engine = TrainEngine(_module(folder), executor=executor)
+        engine = TrainEngine(learner(folder.path), executor=executor)
         held.callback(engine.close)
         engine.build(devices=device.name, compute_dtype=dtype_name(load.dtype), **options)
         loss = ppo_clip(clip_low=0.2, clip_high=0.28)
-        return Contender(name, lambda: engine.train_batch(batch, loss), check)
+        return Contender(name, lambda: engine.train_batch(batch, loss), check_trained)
 
     contenders = [contender("fsdp2", "fsdp2")]
     contenders += [contender(f"deepspeed, ZeRO {stage}", "deepspeed", stage=stage) for stage in _STAGES]
     plain = _PlainLoop(device, load, folder)  # one alone: two engines of a process would share DeepSpeed's globals
     held.callback(plain.close)
-    contenders.append(Contender(f"plain DeepSpeed, ZeRO {plain.stage}", lambda: plain.step(batch), check))
+    contenders.append(Contender(f"plain DeepSpeed, ZeRO {plain.stage}", lambda: plain.step(batch), check_trained))
     return Work(tuple(contenders), {**load.params, "tokens": num_tokens, "devices": 1}, close=held.close)
 
 
@@ -77,7 +60,7 @@ class _PlainLoop:
         options = ZeroOptions(stage=self.stage, compute_dtype=dtype_name(load.dtype))
         config = options.deepspeed_config(sum(one.numel() for one in model.parameters()))
         config |= {"gradient_clipping": 1.0, "managed_gradient_accumulation": True}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self._engine, *_ = library.initialize(
             model=model.to(device.torch_device), optimizer=optimizer, config=config, dist_init_required=False
         )

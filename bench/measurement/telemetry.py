@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rlcore.bench.record import Readings, Telemetry
+from rlcore.bench.record import CROWDED, Readings, Telemetry
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
+from rlcore.process.status import family_seconds
 
 _SHARED = 0.1
 """The share of the host's processor time used by others from which on it is worth a mark."""
+_LEAST_LEFT = 0.75
+"""The part of one processor that others must leave for a case to have one to itself most of the time."""
 _LEAST_S = 0.2
 """The least processor time from which a share is computed: Linux counts hundredths of a second."""
 _N = TypeVar("_N", int, float)
@@ -76,8 +79,9 @@ def marks(telemetry: Telemetry) -> list[str]:
         found.append(f"throttled: {', '.join(telemetry.throttle_reasons)}")
     if telemetry.other_processes:
         found.append(f"shared: {telemetry.other_processes} other processes on the device")
-    if (telemetry.host_share_of_others or 0.0) > _SHARED:
-        found.append("shared: others used the host's processors")
+    if (others := telemetry.host_share_of_others or 0.0) > _SHARED:
+        is_crowded = others > 1 - _LEAST_LEFT / (os.cpu_count() or 1)
+        found.append(CROWDED if is_crowded else "shared: others used the host's processors")
     return found
 
 
@@ -116,14 +120,14 @@ def _told(ask: Callable[[], Any]) -> Any:
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Return the machine's busy and available time, and that of this process with the children it has waited for."""
+    """Return the machine's busy and available time, and that of this process with all that descend from it."""
     try:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
     except OSError:
         return None
     user, nice, system, idle, iowait, irq, softirq, steal = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
     busy = user + nice + system + irq + softirq + steal
-    return busy, busy + idle + iowait, sum(os.times()[:4])
+    return busy, busy + idle + iowait, family_seconds(os.getpid())
 
 
 def _host_energy_j() -> float | None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rlcore.device import Device
+from rlcore.engines.deepspeed._deepspeed_private import gradient_buffers, masters
 from rlcore.engines.deepspeed.partitions import chunks
-from rlcore.engines.deepspeed.zero import Zero, gradient_buffers, masters
+from rlcore.engines.deepspeed.zero import Zero
 from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.group import GradientGroup
 from rlcore.engines.offload.group import optimizer_tensors as states_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rlcore.engines.fsdp2.materialize import SourceReader
+from rlcore.engines.executors.materialize import SourceReader
 from rlcore.nn import TrainModule
 from rlcore.weights.source import WeightSource
 from rlcore.weights.view import GATHER, Adapters, WeightPart, WeightView

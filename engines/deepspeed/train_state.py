@@ -23,10 +23,12 @@ from rlcore.engines.checkpoints.train_state import (
     hyper_parameters,
     named_values,
 )
+from rlcore.engines.deepspeed._deepspeed_private import elements, masters, publish_masters
 from rlcore.engines.deepspeed.partitions import Partitions, is_partitioned
-from rlcore.engines.deepspeed.zero import Zero, elements, masters, publish_masters
+from rlcore.engines.deepspeed.zero import Zero
 from rlcore.errors import CheckpointError
-from rlcore.nn import schedulers_of
+from rlcore.nn import TrainModule, schedulers_of
+from rlcore.weights.source import WeightSource
 
 _STEP = "step"
 
@@ -71,7 +73,7 @@ class Elements(NamedTuple):
 class ZeroTrainState:
     """Takes the state of a module under ZeRO for a checkpoint, and puts one back."""
 
-    def __init__(self, zero: Zero, module: nn.Module, partitions: Partitions, class_name: str) -> None:
+    def __init__(self, zero: Zero, module: TrainModule, partitions: Partitions, class_name: str) -> None:
         self._zero = zero
         self._module = module
         self._partitions = partitions
@@ -140,6 +142,9 @@ class ZeroTrainState:
         return [self._zero.optimizer.state.get(flat, {}) for flat in self._masters]
 
     # --------------------------------------------------------------------------------------------------- back
+
+    def read_again(self, source: WeightSource, parameters: Sequence[nn.Parameter]) -> None:
+        self._partitions.read_again(self._module, source, parameters)
 
     @torch.no_grad()
     def restore(self, state: TrainState) -> None:

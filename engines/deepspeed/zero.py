@@ -4,7 +4,7 @@ DeepSpeed's engine wraps a root module around the user's, whose forward is whate
 states, the head and the loss. So ZeRO 3 gathers the weights of the head, too, which is read outside of any forward of
 the user's module. Calls of the user's own methods take the same way.
 
-The private names of DeepSpeed that this executor needs are in this file and in ``partitions.py``.
+The private names of DeepSpeed that it needs are in ``_deepspeed_private.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlcore.device import Device
+from rlcore.engines.deepspeed._deepspeed_private import (
+    ZeroEngine,
+    forget_forward,
+    forget_gradients,
+    partition_all,
+    set_inner_optimizer,
+)
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.errors import StateError, UnsupportedError
@@ -60,19 +67,18 @@ class Zero(ShardingStrategy):
     def __init__(
         self, library: Any, module: TrainModule, optimizer: Optimizer | None, options: ZeroOptions, device: Device
     ) -> None:
+        super().__init__(module, device)
         self.stage = options.stage
         self.optimizer = optimizer
         self.groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
         """The parameters of each group of the optimizer, in which DeepSpeed puts flat ones in their place."""
-        self._module = module
-        self._device = device
         self._is_inside = self._is_stepping = False
         self.root = _Root(module)
-        self.engine: Any = None
+        self._engine: ZeroEngine | None = None
         if optimizer is not None or options.stage == 3:
             num_elements = sum(getattr(one, "ds_numel", one.numel()) for one in module.parameters())
             config = options.deepspeed_config(num_elements)
-            self.engine, *_ = library.initialize(
+            self._engine, *_ = library.initialize(
                 model=self.root, optimizer=optimizer, config=config, dist_init_required=False
             )
         if optimizer is not None:
@@ -85,10 +91,10 @@ class Zero(ShardingStrategy):
         Raises:
             StateError: its groups have other parameters than those of the first.
         """
-        found = list(optimizers_of(self._module).values())
+        found = list(optimizers_of(self.module).values())
         if found == self.optimizers:
             return
-        name = type(self._module).__name__
+        name = type(self.module).__name__
         given = [[id(one) for one in group["params"]] for group in found[0].param_groups] if len(found) == 1 else None
         if given != [[id(one) for one in group] for group in self.groups]:
             raise StateError(
@@ -128,14 +134,14 @@ class Zero(ShardingStrategy):
         self.engine.backward(loss * dist.get_world_size())  # DeepSpeed divides gradients by it
 
     def step(self, max_norm: float | None, seen: Callable[[Tensor], None]) -> None:
-        with self._device.profiler.range("train_batch: clip and optimizer"):
+        with self.device.profiler.range("train_batch: clip and optimizer"):
             self.zero_optimizer.clip_grad = max_norm or 0.0
             self._engine_step()
             norm = self.engine.get_global_grad_norm()
-            seen(torch.as_tensor(norm, dtype=torch.float32, device=self._device.torch_device))
+            seen(torch.as_tensor(norm, dtype=torch.float32, device=self.device.torch_device))
 
     def zero(self) -> None:
-        for parameter in self._module.parameters():
+        for parameter in self.module.parameters():
             parameter.grad = None
         if self.optimizer is not None:
             self.zero_optimizer.zero_grad()
@@ -158,34 +164,39 @@ class Zero(ShardingStrategy):
         return [] if self.optimizer is None else [self.optimizer]
 
     @property
+    def engine(self) -> ZeroEngine:
+        """Return DeepSpeed's engine, which there is if the module has an optimizer or is partitioned."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
     def zero_optimizer(self) -> Any:
-        """DeepSpeed's optimizer around that of the module."""
+        """Return DeepSpeed's optimizer around that of the module."""
         return self.engine.optimizer
 
     # --------------------------------------------------------------------------------- the user's own calls
 
     def call(self, compute: Callable[[], T]) -> T:
         """Return ``compute()``, inside of which the weights of the module's parts are gathered as they are needed."""
-        if self._is_inside or self.engine is None:
+        if self._is_inside or self._engine is None:
             return compute()
         if torch.is_grad_enabled():
             self.check_gradients()
         self._is_inside = True
         try:
-            result: T = self.engine(compute)
+            return self._engine(compute)
         except BaseException:
             self.abandon()
             raise
         finally:
             self._is_inside = False
-        return result
 
     def check_gradients(self) -> None:
         """Raise while the gradients are away, into whose memory a backward would write."""
 
     def _route_calls(self) -> None:
         """Have ``module(...)`` and ``module.hidden_states(...)`` run inside the engine, whoever calls them."""
-        module, cls = self._module, type(self._module)
+        module, cls = self.module, type(self.module)
         hidden_states = module.hidden_states
 
         def routed(*args: Any, **kwargs: Any) -> Tensor:
@@ -207,7 +218,7 @@ class Zero(ShardingStrategy):
                 return inner(*args, **kwargs)
             if any(one is not None for one in (*args, *kwargs.values())):
                 raise UnsupportedError(
-                    f"step(closure) of the optimizer of {type(self._module).__name__}",
+                    f"step(closure) of the optimizer of {type(self.module).__name__}",
                     "ZeRO steps once, by gradients that it has; call backward() first, then step() without a closure",
                 )
             self.zero_optimizer.clip_grad = 0.0
@@ -223,14 +234,13 @@ class Zero(ShardingStrategy):
     # -------------------------------------------------------------------------------------------- release
 
     def release(self) -> None:
-        """Let this rank hold its part of each parameter and nothing else, as far as the stage shards them."""
         if self.stage == 3:
             partition_all(self.engine.optimizer)
 
     def abandon(self) -> None:
         """Forget an unfinished forward or backward. Nothing is exchanged, as other ranks may have failed elsewhere."""
         self._is_inside = False
-        if self.engine is None:
+        if self._engine is None:
             return
         if self.stage == 3:
             forget_forward(self.engine.optimizer)
@@ -240,9 +250,9 @@ class Zero(ShardingStrategy):
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks, which hold the module."""
-        if self.engine is not None:
-            self.engine.destroy()
-            self.engine = None
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
 
 
 def check_kind(optimizer: Optimizer, name: str) -> None:
@@ -257,115 +267,3 @@ def check_kind(optimizer: Optimizer, name: str) -> None:
 def _routed_call(module: Any, *args: Any, **kwargs: Any) -> Any:
     zero: Zero = vars(module)[_OWNER]
     return zero.call(lambda: super(type(module), module).__call__(*args, **kwargs))
-
-
-# ---------------------------------------------------------------------------------- private names of DeepSpeed 0.19.8
-
-
-def offloader_of(zero_optimizer: Any) -> Any:
-    """Return the part of ZeRO 3 that gathers parameters; it stands in the optimizer's place where there is none."""
-    return getattr(zero_optimizer, "parameter_offload", zero_optimizer)
-
-
-def set_inner_optimizer(engine: Any, optimizer: Optimizer) -> None:
-    """Let DeepSpeed's optimizer step by another one of torch's, whose groups have its flat tensors."""
-    engine.basic_optimizer = engine.client_optimizer = engine.optimizer.optimizer = optimizer
-
-
-def partition_all(zero_optimizer: Any) -> None:
-    """Free all gathered parameters of ZeRO 3, those that persist as well: the next forward gathers them."""
-    offloader_of(zero_optimizer).partition_all_parameters()
-
-
-def forget_forward(zero_optimizer: Any) -> None:
-    """Let ZeRO 3 begin anew after a forward or backward that has failed within some module."""
-    from deepspeed.runtime.zero import parameter_offload
-
-    del parameter_offload.FWD_MODULE_STACK[1:]
-    coordinator = offloader_of(zero_optimizer).get_param_coordinator()
-    coordinator.release_backward_leftovers()
-    if not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
-
-
-def forget_gradients(zero_optimizer: Any, stage: int) -> None:
-    """Drop all that ZeRO has summed up since its last step, also in the midst of a backward."""
-    while zero_optimizer._backward_active_depth > 0:
-        zero_optimizer.exit_backward()
-    zero_optimizer.clear_backward_seen_flag()
-    if stage == 3:
-        for bucket in zero_optimizer.ipg_buckets.values():
-            bucket.clear_params()
-        zero_optimizer.params_already_reduced = dict.fromkeys(zero_optimizer.params_already_reduced, False)
-        zero_optimizer.micro_step_id = 0
-        zero_optimizer._epilogue_ran_this_backward = False
-        summed = zero_optimizer.grad_partitions_flat_buffer
-        if summed.untyped_storage().nbytes():
-            summed.zero_()  # a parameter without a gradient in the next step would be stepped by that of this one
-        return
-    for bucket in zero_optimizer.ipg_buckets.values():
-        bucket.clear()
-    zero_optimizer.params_already_reduced = [False] * len(zero_optimizer.params_already_reduced)
-    zero_optimizer.micro_step_id = -1
-    zero_optimizer._release_preflattened_grad_buffers()
-    for number in range(len(zero_optimizer.bit16_groups)):
-        zero_optimizer.averaged_gradients[number] = zero_optimizer.all_grad_tensors[number] = None
-
-
-def masters(zero_optimizer: Any, stage: int) -> list[Tensor]:
-    """Return the flat float32 weights of this rank that the optimizer steps, one for each parameter group."""
-    found = (
-        zero_optimizer.fp32_partitioned_groups_flat if stage == 3 else zero_optimizer.single_partition_of_fp32_groups
-    )
-    return list(found)
-
-
-def gradient_buffers(zero_optimizer: Any, stage: int) -> Iterator[Tensor]:
-    """Yield the tensors, besides ``parameter.grad``, in which ZeRO holds gradients between two calls."""
-    if stage == 3:
-        yield zero_optimizer.grad_partitions_flat_buffer
-        yield from (bucket.buffer for bucket in zero_optimizer.ipg_buckets.values() if bucket.buffer is not None)
-        return
-    for summed in (*zero_optimizer.averaged_gradients.values(), *zero_optimizer.all_grad_tensors.values()):
-        yield from summed or ()
-    for group in zero_optimizer.bit16_groups:
-        yield from (one.grad_accum for one in group if one.grad_accum is not None)
-
-
-def elements(
-    zero_optimizer: Any, stage: int, groups: list[list[nn.Parameter]]
-) -> Iterator[tuple[nn.Parameter, int, int, int, int]]:
-    """Yield for each parameter of the optimizer where this rank has elements of it.
-
-    Yields:
-        The parameter, the number of its flat tensor, the first element there, and the first and the end in the
-        parameter, numbered row by row. A rank may have none.
-    """
-    rank = dist.get_rank()
-    if stage == 3:
-        for number, group in enumerate(zero_optimizer.fp16_groups):
-            offset = 0
-            for parameter in group:
-                chunk = parameter.ds_tensor.ds_numel
-                start = min(parameter.ds_numel, chunk * rank)
-                yield parameter, number, offset, start, min(parameter.ds_numel, start + chunk)
-                offset += chunk
-        return
-    for number, group in enumerate(zero_optimizer.bit16_groups):
-        size, first = zero_optimizer.single_partition_of_fp32_groups[number].numel(), 0
-        for parameter in group:
-            numel = parameter.numel()
-            start = min(max(rank * size - first, 0), numel)
-            stop = min(max((rank + 1) * size - first, 0), numel)
-            yield parameter, number, min(max(first + start - rank * size, 0), size), start, stop
-            first += numel
-
-
-def publish_masters(zero_optimizer: Any, stage: int) -> None:
-    """Give the weights that the module computes with the values of those that the optimizer steps, on all ranks."""
-    if stage < 3:
-        zero_optimizer.update_lp_params()
-        return
-    pairs = zip(zero_optimizer.fp16_partitioned_groups_flat, zero_optimizer.fp32_partitioned_groups_flat, strict=True)
-    for computed, stepped in pairs:
-        computed.data.copy_(stepped.data)

@@ -1,22 +1,38 @@
 """The contract of sharding strategies: all that a training step needs to know of how a module lies over the ranks.
 
-``rlcore.engines.fsdp2.step`` runs micro-batches, losses and metrics over any of them.
+``rlcore.engines.executors.step`` runs micro-batches, losses and metrics over any of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from torch import Tensor
+
+from rlcore.compute_dtype import stop_computing
+from rlcore.device import Device
+from rlcore.engines.executors.clipping import clip_and_step, total_norm
+from rlcore.nn import TrainModule, optimizers_of
+from rlcore.packed.sequence_parallel import SequenceGroup
 
 T = TypeVar("T")
 
 
 class ShardingStrategy(ABC):
-    """How the parameters, gradients and optimizer states of one module lie over the ranks. All ranks call it alike."""
+    """How the parameters, gradients and optimizer states of one module lie over the ranks. All ranks call it alike.
+
+    Args:
+        device: the rlcore device; its profiler names the phases.
+        sequence_group: the ranks that share the rows of ``hidden_states``; None where each rank has rows of its own.
+    """
+
+    def __init__(self, module: TrainModule, device: Device, sequence_group: SequenceGroup | None = None) -> None:
+        self.module = module
+        self.device = device
+        self.sequence_group = sequence_group
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:
@@ -41,7 +57,6 @@ class ShardingStrategy(ABC):
             is_last: no micro-batch follows before ``step``.
         """
 
-    @abstractmethod
     def step(self, max_norm: float | None, seen: Callable[[Tensor], None]) -> None:
         """Clip the gradients and step every optimizer, unless the norm of the gradients is not finite.
 
@@ -49,7 +64,38 @@ class ShardingStrategy(ABC):
             max_norm: gradients are scaled down to this norm over all ranks; None leaves them.
             seen: is called with the norm before clipping, a scalar on the device, as soon as it is known.
         """
+        phase = self.device.profiler.range
+        with phase("train_batch: clip"):
+            gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+            norm = total_norm(gradients)
+        with phase("train_batch: metrics"):
+            seen(norm)
+        with phase("train_batch: optimizer"):
+            clip_and_step(optimizers_of(self.module).values(), gradients, norm, max_norm)
+
+    def zero(self) -> None:
+        """Drop all gradients, also of parameters that no optimizer has, which would count in the next norm."""
+        self.module.zero_grad()
+        for optimizer in optimizers_of(self.module).values():
+            optimizer.zero_grad()
 
     @abstractmethod
-    def zero(self) -> None:
-        """Drop all gradients."""
+    def release(self) -> None:
+        """Free what is gathered: this rank holds its part of each parameter, and nothing else."""
+
+
+class OneDevice(ShardingStrategy):
+    """The module is whole on one device: nothing is gathered or exchanged."""
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.release()
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        stop_computing(self.module)  # casts of parameters

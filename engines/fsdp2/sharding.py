@@ -1,7 +1,4 @@
-"""FSDP2 around a module: which parts are gathered at a time, in which dtype, and when gradients are exchanged.
-
-FSDP divides gradients by the number of ranks, as users of it expect of their own methods. A loss over the whole batch
-needs their sum: ``train_step`` multiplies it by that number.
+"""FSDP2 around a module: which parts are gathered at a time, and in which dtype.
 
 A single worker has nothing to gather or to exchange. There FSDP would copy every block twice a step, its gradients
 once, and run its hooks in Python around each: ``rlcore.compute_dtype`` casts the parameters instead.
@@ -10,8 +7,8 @@ once, and run its hooks in Python around each: ``rlcore.compute_dtype`` casts th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from rlcore._torch_private import own_parameters
 from rlcore.compute_dtype import (
     ComputeDtype,
     computing,
@@ -35,15 +30,13 @@ from rlcore.compute_dtype import (
     stop_computing,
 )
 from rlcore.engines._torch_private import is_view
+from rlcore.engines.executors.materialize import retype
 from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 from rlcore.errors import InvalidInputError
 from rlcore.nn import TrainModule
 from rlcore.packed.sequence_parallel import SequenceGroup
-from rlcore.weights.shards import local_part
 
-_FAILED = "_rlcore_failed_in_a_batch"
-_SEQUENCE_GROUP = "_rlcore_sequence_group"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -102,11 +95,14 @@ class Sharding:
 
 def shard(
     module: TrainModule, options: Sharding, device: torch.device, join_world: Callable[[], Any], size: int
-) -> None:
+) -> SequenceGroup | None:
     """Shard a meta module over ``size`` ranks; a single rank keeps it whole.
 
     Args:
         join_world: makes the default process group; called if there are several ranks.
+
+    Returns:
+        The ranks that share the rows of ``hidden_states``; None where each rank has rows of its own.
     """
     retype(module, options.torch_dtype, options.torch_compute_dtype)
     blocks = _blocks(module)
@@ -117,7 +113,7 @@ def shard(
     if is_alone:
         _compute_alone(module, options)
     if size == 1:
-        return
+        return None
     torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
     join_world()
     # torch takes meshes of one shape and one set of names for equal, and caches results of operations with their mesh:
@@ -125,32 +121,29 @@ def shard(
     world = dist.group.WORLD.group_name  # type: ignore[union-attr]
     names = f"replicate_{world}", f"shard_{world}"
     mesh = init_device_mesh(device.type, (options.replicas, size // options.replicas), mesh_dim_names=names)
+    group = None
     if options.sequence_parallel_size > 1:
-        _share_sequences(module, options.sequence_parallel_size, device, size)
+        group = _share_sequences(module, options.sequence_parallel_size, device, size)
     policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
-    groups = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
-    groups.append([module])
-    for group in groups:
-        fully_shard(group, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
-        complete_hooks(group, options.torch_compute_dtype)
+    gathered = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
+    gathered.append([module])
+    for together in gathered:
+        fully_shard(together, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
+        complete_hooks(together, options.torch_compute_dtype)
     # FSDP gathers the root's own parameters, head and embedding, for this method, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")
+    return group
 
 
-def _share_sequences(module: TrainModule, num_ranks: int, device: torch.device, size: int) -> None:
-    """Let groups of ``num_ranks`` neighbours each share the rows of ``hidden_states``."""
+def _share_sequences(module: TrainModule, num_ranks: int, device: torch.device, size: int) -> SequenceGroup:
+    """Let groups of ``num_ranks`` neighbours each share the rows of ``hidden_states``; return this rank's group."""
     world = dist.group.WORLD.group_name  # type: ignore[union-attr]
     names = f"data_{world}", f"sequence_{world}"
     mesh = init_device_mesh(device.type, (size // num_ranks, num_ranks), mesh_dim_names=names)
     group = SequenceGroup(mesh.get_group(names[1]))
     module.share_sequences(group)
-    setattr(module, _SEQUENCE_GROUP, group)
-
-
-def sequence_group(module: nn.Module) -> SequenceGroup | None:
-    """Return the ranks that share the rows of ``hidden_states``; None where each rank has rows of its own."""
-    return getattr(module, _SEQUENCE_GROUP, None)
+    return group
 
 
 def _compute_alone(module: TrainModule, options: Sharding) -> None:
@@ -158,17 +151,6 @@ def _compute_alone(module: TrainModule, options: Sharding) -> None:
     set_compute_dtype(module, options.torch_compute_dtype)
     for name in ("forward", "hidden_states"):
         replace_method(module, name, computing)
-
-
-def retype(module: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None:
-    """Give meta parameters their dtypes; tied ones stay tied."""
-    converted: dict[nn.Parameter, nn.Parameter] = {}
-    for submodule in module.modules():
-        for name, old in own_parameters(submodule).items():
-            if old is not None:
-                dtype = trained if old.requires_grad else frozen
-                converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
-                own_parameters(submodule)[name] = converted[old]
 
 
 def _blocks(module: TrainModule) -> dict[str, nn.Module]:
@@ -220,74 +202,6 @@ def _without_views(hidden_states: Callable[..., Tensor]) -> Callable[..., Tensor
         return hidden_TH.clone() if is_view(hidden_TH) else hidden_TH
 
     return call
-
-
-def gradient_divisor(module: nn.Module) -> int:
-    """Return the number by which FSDP divides gradients."""
-    return dist.get_world_size() if isinstance(module, FSDPModule) else 1
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm over all ranks, the same on each.
-
-    ``torch.nn.utils.get_total_norm`` dispatches every one of hundreds of sharded tensors in Python, and the device
-    waited 8 ms: here it gets local tensors.
-    """
-    norm = torch.nn.utils.get_total_norm([local_part(gradient) for gradient in gradients])
-    sharded = next((gradient for gradient in gradients if isinstance(gradient, DTensor)), None)
-    if sharded is None:
-        return norm
-    shard_dim = next(dim for dim, placement in enumerate(sharded.placements) if isinstance(placement, Shard))
-    squared = norm.square()
-    dist.all_reduce(squared, group=sharded.device_mesh.get_group(shard_dim))
-    return squared.sqrt()
-
-
-def set_gradient_sync(module: nn.Module, is_wanted: bool) -> None:
-    """Choose if the next backward exchanges gradients, including those of earlier backwards that did not."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(is_wanted)
-
-
-@contextmanager
-def resharding_afterwards(module: nn.Module) -> Iterator[None]:
-    """Afterwards no parameter is gathered, also after an error, whose gradients are dropped at the next entry.
-
-    All ranks enter and leave it together.
-    """
-    if not isinstance(module, FSDPModule):
-        try:
-            yield
-        finally:
-            stop_computing(module)
-        return
-    _drop_failed_gradients(module)
-    try:
-        yield
-    except BaseException:
-        setattr(module, _FAILED, True)
-        if hasattr(module, "reset_iter_state"):  # newer torch
-            module.reset_iter_state()
-        raise
-    finally:
-        module.set_requires_gradient_sync(True)
-        reshard(module)
-
-
-def _drop_failed_gradients(module: nn.Module) -> None:
-    """Drop the gradients of micro-batches before a failure: gathered parameters hold them, and must be gathered for it.
-
-    This is not done at the failure: if one rank alone failed, it would wait for the others, and its error be lost.
-    """
-    if not getattr(module, _FAILED, False):
-        return
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.unshard()
-    for parameter in module.parameters():
-        parameter.grad = None
-    delattr(module, _FAILED)
-    reshard(module)
 
 
 def reshard(module: nn.Module) -> None:

@@ -1,92 +1,69 @@
-"""The sharding strategy of the executor ``fsdp2``, which is also that of a plain module on one device."""
+"""The sharding strategy of the executor ``fsdp2`` on several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.distributed.fsdp import FSDPModule
 
 from rlcore.device import Device
-from rlcore.engines._torch_private import divide_all, reads_found_inf
 from rlcore.engines.executors.strategy import ShardingStrategy
-from rlcore.engines.fsdp2.sharding import gradient_divisor, resharding_afterwards, set_gradient_sync, total_norm
-from rlcore.nn import TrainModule, optimizers_of
-from rlcore.weights.shards import local_part
-
-_NORM_EPS = 1e-6
-"""The same as in ``torch.nn.utils.clip_grads_with_norm_``."""
+from rlcore.engines.fsdp2.sharding import reshard
+from rlcore.nn import TrainModule
+from rlcore.packed.sequence_parallel import SequenceGroup
 
 
 class Fsdp2Strategy(ShardingStrategy):
-    """Parameters and their gradients are DTensors, or plain tensors on one device.
+    """Parameters and their gradients are DTensors.
 
     Args:
-        device: the rlcore device; its profiler names the phases.
         reduce_each: exchange gradients after each micro-batch; else after the last one.
     """
 
-    def __init__(self, module: TrainModule, device: Device, *, reduce_each: bool = False) -> None:
-        self._module = module
-        self._device = device
+    def __init__(
+        self, module: TrainModule, device: Device, sequence_group: SequenceGroup | None, *, reduce_each: bool
+    ) -> None:
+        super().__init__(module, device, sequence_group)
+        assert isinstance(module, FSDPModule)
+        self._root: FSDPModule = module
         self._reduce_each = reduce_each
+        self._has_failed = False
 
-    def computing(self) -> AbstractContextManager[None]:
-        return resharding_afterwards(self._module)
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        self._drop_failed_gradients()
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            if hasattr(self._root, "reset_iter_state"):  # newer torch
+                self._root.reset_iter_state()
+            raise
+        finally:
+            self._root.set_requires_gradient_sync(True)
+            self.release()
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        set_gradient_sync(self._module, self._reduce_each or is_last)
-        (loss * gradient_divisor(self._module)).backward()  # type: ignore[no-untyped-call]
+        self._root.set_requires_gradient_sync(self._reduce_each or is_last)
+        (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]  # FSDP divides gradients by it
 
-    def step(self, max_norm: float | None, seen: Callable[[Tensor], None]) -> None:
-        phase = self._device.profiler.range
-        with phase("train_batch: clip"):
-            gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
-            norm = total_norm(gradients)
-        with phase("train_batch: metrics"):
-            seen(norm)
-        with phase("train_batch: optimizer"):
-            clip_and_step(optimizers_of(self._module).values(), gradients, norm, max_norm)
+    def release(self) -> None:
+        reshard(self.module)
 
-    def zero(self) -> None:
-        self._module.zero_grad()  # also of parameters that no optimizer has, which would count in the next norm
-        for optimizer in optimizers_of(self._module).values():
-            optimizer.zero_grad()
+    def _drop_failed_gradients(self) -> None:
+        """Drop the gradients before a failure: gathered parameters hold them, and must be gathered for it.
 
-
-def clip_and_step(
-    optimizers: Collection[Optimizer], gradients: Sequence[Tensor], norm: Tensor, max_norm: float | None
-) -> None:
-    """Clip gradients and step, unless the norm is not finite.
-
-    Fused optimizers scale gradients as they read them, and read on the device if they are to step, as under torch's
-    GradScaler. Others take one more pass over the gradients, and the host waits for the norm.
-    """
-    is_finite = torch.isfinite(norm)
-    divisor = None if max_norm is None else ((norm + _NORM_EPS) / max_norm).clamp(min=1.0).float()
-    if not all(map(_decides_on_device, optimizers)):
-        if not is_finite:
+        This is not done at the failure: if one rank alone failed, it would wait for the others, and its error be lost.
+        """
+        if not self._has_failed:
             return
-        if divisor is not None:
-            divide_all([local_part(gradient) for gradient in gradients], divisor)
-        for optimizer in optimizers:
-            optimizer.step()
-        return
-    for optimizer in optimizers:
-        asking: Any = optimizer
-        asking.grad_scale, asking.found_inf = divisor, (~is_finite).float()
-        try:
-            optimizer.step()
-        finally:
-            del asking.grad_scale, asking.found_inf
-
-
-def _decides_on_device(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer can skip a step by a flag on the device.
-
-    SGD is left out: a skipped first step would leave its momentum as uninitialized memory.
-    """
-    return reads_found_inf(optimizer) and not isinstance(optimizer, torch.optim.SGD)
+        for submodule in self.module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.unshard()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._has_failed = False
+        self.release()

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-import torch
-
 from rlcore.engines.sampling.completion import Completion, FinishReason, VersionSpan
 from rlcore.engines.sampling.model_folder import ModelFolder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
@@ -115,9 +113,3 @@ def params_of_each(prompts: Sequence[Any], params: ParamsLike | Sequence[ParamsL
             f"got {len(params)} sampling parameters for {len(prompts)} prompts; give one or one each"
         )
     return [SamplingParams.of(one) for one in params]
-
-
-def seeds_of_each(params: Sequence[SamplingParams]) -> list[int]:
-    """Return the seed of each prompt; where none is given, one from torch's default generator."""
-    drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (len(params),)).tolist()
-    return [one.seed if one.seed is not None else new for one, new in zip(params, drawn, strict=True)]

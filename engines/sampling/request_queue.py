@@ -1,8 +1,9 @@
-"""The request queue of an executor that generates only while it is called: requests run when they are collected."""
+"""Request queues: what is submitted waits, runs, and is collected; between two steps it can be paused or cancelled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from rlcore.engines.sampling.completion import RequestOutput
@@ -20,34 +21,37 @@ def check_pause_mode(mode: str) -> None:
         raise InvalidInputError(f"pause() takes one of {', '.join(PAUSE_MODES)}, got {mode!r}")
 
 
-class RequestQueue:
-    """Keeps requests until they are collected; ``run(prompts, params, version)`` completes them."""
+class PausableQueue(ABC):
+    """Keeps requests until they are collected. How they run is a subclass's."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._waiting: dict[int, tuple[Prompt, SamplingParams]] = {}
+    def __init__(self) -> None:
         self._done: dict[int, RequestOutput] = {}
+        """The requests that have ended and are not collected yet, by number."""
         self._is_paused = False
 
-    def submit(self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        self._waiting |= dict(zip(numbers, zip(prompts, params, strict=True), strict=True))
+    @property
+    @abstractmethod
+    def _unfinished(self) -> Collection[int]:
+        """The numbers of the requests that have not ended."""
 
-    def collect(self, version: int) -> dict[int, RequestOutput]:
-        """Run the waiting requests, unless paused; return the outputs of all that have ended, by number."""
-        if not self._is_paused:
-            self._finish(version)
-        done, self._done = self._done, {}
-        return done
+    @abstractmethod
+    def _cancel(self, numbers: Collection[int]) -> None:
+        """Drop these unfinished requests."""
+
+    @abstractmethod
+    def _finish(self, version: int) -> None:
+        """Run all requests to their end."""
 
     def abort(self, numbers: Sequence[int] | None) -> int:
-        chosen = [number for number in self._waiting if numbers is None or number in numbers]
-        for number in chosen:
-            del self._waiting[number]
+        """Cancel these requests, or all for None; return how many had not ended."""
+        chosen = set(self._unfinished) if numbers is None else set(numbers).intersection(self._unfinished)
+        self._cancel(chosen)
         for number in list(self._done) if numbers is None else numbers:
             self._done.pop(number, None)
         return len(chosen)
 
     def pause(self, mode: PauseMode, version: int) -> None:
+        """Make no further step; "abort" cancels all requests, "wait" finishes them first."""
         check_pause_mode(mode)
         if mode == "abort":
             self.abort(None)
@@ -57,6 +61,36 @@ class RequestQueue:
 
     def resume(self) -> None:
         self._is_paused = False
+
+    def _collected(self) -> dict[int, RequestOutput]:
+        done, self._done = self._done, {}
+        return done
+
+
+class RequestQueue(PausableQueue):
+    """The queue of an executor that generates only while it is called: ``run(prompts, params, version)``."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+        self._waiting: dict[int, tuple[Prompt, SamplingParams]] = {}
+
+    def submit(self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        self._waiting |= dict(zip(numbers, zip(prompts, params, strict=True), strict=True))
+
+    def collect(self, version: int) -> dict[int, RequestOutput]:
+        """Run the waiting requests, unless paused; return the outputs of all that have ended, by number."""
+        if not self._is_paused:
+            self._finish(version)
+        return self._collected()
+
+    @property
+    def _unfinished(self) -> Collection[int]:
+        return self._waiting
+
+    def _cancel(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            del self._waiting[number]
 
     def _finish(self, version: int) -> None:
         waiting = dict(self._waiting)

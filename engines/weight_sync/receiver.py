@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,12 +25,12 @@ from rlcore.engines.weight_sync.planning.planner import Planner
 from rlcore.engines.weight_sync.planning.self_test import checksums
 from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.target import Target
-from rlcore.engines.weight_sync.transports import delta
-from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, check_sum, checked_header
+from rlcore.engines.weight_sync.transports.bucket_header import check_sum, checked_header
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
-from rlcore.engines.weight_sync.transports.process_group import SyncGroup, Turns
+from rlcore.engines.weight_sync.transports.process_group import SyncGroup
 from rlcore.engines.weight_sync.transports.reach import why_unreached
+from rlcore.engines.weight_sync.transports.received_buckets import ReceivedBuckets, changed
 from rlcore.engines.weight_sync.transports.staging_buffers import check_slot_bytes, host_device, views
 from rlcore.errors import StateError, SyncError, UnsupportedError
 
@@ -70,10 +68,7 @@ class Receiver:
         self._is_reloading = False
         self._reloading = ExitStack()
         self._remembered: dict[str, int] = {}
-        self._buffers: list[Tensor] = []
-        """Where buckets of the process group come to."""
-        self._rebuilt: Tensor | None = None
-        """The bucket that changes are applied to."""
+        self._buckets = ReceivedBuckets(self._device)
         self._group: SyncGroup | None = None
         self.why_abandoned = ""
         self.version: int | None = None
@@ -308,7 +303,8 @@ class Receiver:
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
-        group, self._group, self._buffers = self._group, None, []
+        group, self._group = self._group, None
+        self._buckets.drop()
         if group is not None:
             group.leave()
 
@@ -317,64 +313,28 @@ class Receiver:
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         orders = decoded(receptions, list[Reception], "list of Reception")
-        moved = [self._take(packing, slot) for packing, slot in self._received(self._group, orders)]
+        moved = [self._take(packing, slot) for packing, slot in self._buckets.received(self._group, orders)]
         self._device.synchronize()
         return moved
 
-    def _received(self, group: SyncGroup, orders: list[Reception]) -> Iterator[tuple[Packing, Tensor]]:
-        """Receive and pass on each bucket, and yield it; the next one may come meanwhile."""
-
-        def receive(number: int) -> Tensor:
-            slot = self._buffer(orders[number].packing.slot_bytes, number)
-            nbytes = group.receive_message(slot, orders[number].source)
-            group.send_message(slot[:nbytes], orders[number].relays)
-            return slot
-
-        with Turns(self._device) as turns:
-            wait = turns.start(partial(receive, 0)) if orders else None
-            for number, one in enumerate(orders, 1):
-                assert wait is not None
-                slot = wait()
-                wait = turns.start(partial(receive, number)) if number < len(orders) else None
-                yield one.packing, slot
-
-    def _buffer(self, slot_bytes: int, number: int) -> Tensor:
-        """Return the memory for a bucket, [slot_bytes] uint8; on the host the next one is another."""
-        check_slot_bytes(slot_bytes)
-        if not self._buffers or self._buffers[0].numel() != slot_bytes:
-            count = 2 if self._device.spec.is_host else 1
-            self._buffers = [
-                torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
-            ]
-        return self._buffers[number % len(self._buffers)]
-
     def _take(self, order: Packing, slot: Tensor) -> int:
         plan, bucket = self._writing(order.round_id, order.digest), self._bucket(order)
-        if (order.sender, order.bucket) in plan.done:
+        place = order.sender, order.bucket
+        if place in plan.done:
             raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
         self._round.check_base(order.base)
         header = checked_header(
             slot, round_id=order.round_id, bucket=order.bucket, nbytes=bucket.nbytes, base=order.base
         )
-        whole = self._changed(plan, order, slot, header) if order.base else slot
+        whole = slot
+        if order.base:
+            here = self._buckets.repacked(plan.repacker(*place), plan.destinations(), bucket, order.slot_bytes)
+            whole = changed(here, bucket, slot, header)
         if order.base or order.is_checked:
             check_sum(whole, header)
-        plan.unpacker(order.sender, order.bucket).run(views(whole, bucket), plan.destinations())
-        plan.done.add((order.sender, order.bucket))
+        plan.unpacker(*place).run(views(whole, bucket), plan.destinations())
+        plan.done.add(place)
         return header.message_bytes - ALIGNMENT if order.base else bucket.payload_bytes
-
-    def _changed(self, plan: PlanExecution, order: Packing, slot: Tensor, header: BucketHeader) -> Tensor:
-        """Return the whole bucket: what is here of it, with the changes that are in the slot."""
-        bucket = self._bucket(order)
-        if self._rebuilt is None or self._rebuilt.numel() != order.slot_bytes:
-            self._rebuilt = torch.empty(order.slot_bytes, dtype=torch.uint8, device=self._device.torch_device)
-        whole = self._rebuilt
-        whole[: bucket.nbytes].zero_()  # as the sender's gaps are
-        plan.repacker(order.sender, order.bucket).run(plan.destinations(), views(whole, bucket))
-        message = slot[ALIGNMENT : header.message_bytes]
-        word = delta.word_of(bucket.dtypes)
-        delta.apply(message, header.encoding, header.num_changed, whole[ALIGNMENT : bucket.nbytes], word)
-        return whole
 
     def _bucket(self, order: Packing) -> Bucket:
         check_slot_bytes(order.slot_bytes)
@@ -495,7 +455,7 @@ class Receiver:
             self._end_reload()
         self._round.end()
         self._scratch, self._staged, self._live, self._remembered, self._loaded = {}, {}, {}, {}, set()
-        self._rebuilt = None
+        self._buckets.drop_rebuilt()
         self._plans = {digest: plan for digest, plan in self._plans.items() if not plan.is_scratch}
         for plan in self._plans.values():
             plan.forget_round()

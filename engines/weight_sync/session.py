@@ -7,15 +7,15 @@ they are poisoned, which only a complete round or a reload ends. In a staged rou
 from __future__ import annotations
 
 import contextlib
-import functools
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlcore.engines.launchers.runtime_files import StoreFolder
+from rlcore.engines.weight_sync.agreement import Agreement, SentRound, why_no_base
 from rlcore.engines.weight_sync.channels.peers import LateError, SyncPeers, TimedPeers
 from rlcore.engines.weight_sync.endpoint import EndpointInfo, check_versions
 from rlcore.engines.weight_sync.messages import PlanSummary, decoded
@@ -34,63 +34,8 @@ from rlcore.engines.weight_sync.transports.reach import are_samples_needed
 from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
 from rlcore.types import SyncReport
 
-_STAGING_BYTES, _HOST_STAGING_BYTES = 256 << 20, 8 << 20
-"""The largest staging buffer that is chosen: containers often limit a host's shared memory to 64 MiB."""
-_SMALLEST_STAGING_BYTES = 1 << 16
 _GRACE_S = 10.0
 """Time for both sides to release what a failed round holds."""
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """The facts that both sides of a session know of each other; void once a sender or a receiver is another one."""
-
-    key: tuple[Any, ...]
-    manifest: WeightManifest
-    senders: list[EndpointInfo]
-    receivers: list[EndpointInfo]
-    summaries: list[PlanSummary]
-
-    @property
-    def is_tested(self) -> bool:
-        return all(summary.is_tested for summary in self.summaries)
-
-    @property
-    def digests(self) -> list[str]:
-        return [summary.digest for summary in self.summaries]
-
-    @functools.cached_property
-    def fallback(self) -> list[int]:
-        """Numbers of the weights that some receiver leaves to its engine's own loader."""
-        names = {name for summary in self.summaries for name in summary.fallback}
-        return [number for number, weight in enumerate(self.manifest.weights) if weight.name in names]
-
-    def nbytes(self, weights: Sequence[int]) -> int:
-        return sum(self.manifest.weights[number].nbytes for number in weights)
-
-    def staging_bytes(self, is_on_host: bool) -> int:
-        """Return the size of a staging buffer: a power of two up to twice what one sender gives."""
-        most = max(self._of_sender(sender) for sender in range(len(self.senders)))
-        is_on_host |= any(one.is_host for one in self.senders)
-        largest = _HOST_STAGING_BYTES if is_on_host else _STAGING_BYTES
-        size = _SMALLEST_STAGING_BYTES
-        while size < min(2 * most, largest):
-            size *= 2
-        return size
-
-    def _of_sender(self, sender: int) -> int:
-        return sum(summary.needed_bytes[sender] for summary in self.summaries)
-
-
-@dataclass(frozen=True)
-class SentRound:
-    """The round whose buckets senders have kept, as the base of the next round's changes."""
-
-    round_id: int
-    version: int
-    kind: type[Transport]
-    digests: list[str]
-    staging_bytes: int
 
 
 class SyncSession:
@@ -390,48 +335,26 @@ class _Round:
                 self._why_dense = f"{transport.route!r} copies from the trainer's own tensors, and sends nothing"
             return
         kept: Sequence[int | None] = ()
-        self._why_dense = self._why_unreadable()
+        self._why_dense = self._agreed.why_unreadable
         if not self._why_dense:
             kept, self._why_dense = transport.keep(self._agreed.digests, self._clock.left)
         if self._why_dense:
             transport.keep([], self._clock.left)
             return
         base = self._session.sent
-        self._why_dense = self._why_no_base(base, kept)
+        self._why_dense = why_no_base(base, self._as_sent(), kept, self._agreed, self._held)
         if base is not None and not self._why_dense:
             transport.tell_changes(base.round_id)
             self._is_delta = True
-
-    def _why_unreadable(self) -> str:
-        for one, summary in zip(self._agreed.receivers, self._agreed.summaries, strict=True):
-            if summary.unreadable:
-                return f"the receiver on {one.device_name} cannot tell what it was sent: {summary.unreadable}"
-        return ""
-
-    def _why_no_base(self, base: SentRound | None, kept: Sequence[int | None]) -> str:
-        """Return why changes since the last round do not do; "" if they do."""
-        if all(one is None for one in kept):
-            return "no weight goes by plan: the engine's own loader takes all of them, whole"
-        if base is None:
-            return "there is no base yet: the round before was none with delta=True between these, or it failed"
-        if (base.kind, base.digests, base.staging_bytes) != (
-            self._session.kind,
-            self._agreed.digests,
-            self._staging_bytes,
-        ):
-            return f"version {base.version} was sent by another plan or route, or in staging buffers of another size"
-        if any(one not in {None, base.round_id} for one in kept):
-            return f"a trainer rank has not kept what it sent as version {base.version}"
-        for one, held in zip(self._agreed.receivers, self._held, strict=True):
-            if held != base.round_id:
-                return f"the receiver on {one.device_name} does not hold version {base.version} as this trainer sent it"
-        return ""
 
     def _sent(self) -> SentRound | None:
         """Return what the next round's changes may be told against, after this one's commit."""
         transport = self._session.transports[self._session.kind]
         if not isinstance(transport, StagingTransport) or not transport.is_keeping:
             return None
+        return self._as_sent()
+
+    def _as_sent(self) -> SentRound:
         return SentRound(self._id, self._options.version, self._session.kind, self._agreed.digests, self._staging_bytes)
 
     # ----------------------------------------------------------------------------------------------- move

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.cli.console import PLAIN, AsJson, print_json, print_table
+from rlcore.cli.console import PLAIN, AsJson, given_path, print_json, print_table
 from rlcore.errors import CheckpointError
 from rlcore.torch_import import import_torch
 
@@ -25,7 +25,9 @@ def _commands() -> None:
 
 @checkpoint.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(help="Of TrainEngine.save() or export().")],
+    folder: Annotated[
+        Path, typer.Argument(parser=given_path, help="Of TrainEngine.save() or export().", metavar="FOLDER")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Compare every file of a checkpoint or an exported model with its digests, and print what is in it.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlcore.cli.console import AsJson, DeviceName, print_json, print_table
+from rlcore.cli.console import AsJson, print_json, print_table
 from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
     from rlcore.engines.launchers.base import Host
 
-_HOST = re.compile(r"([^/=]+)=([a-z0-9_]+):(\d+)")
+_HOST = re.compile(r"([^/=]+)=([a-z0-9_]+):(\d{1,4})")
 _LABEL = re.compile(r"([^=]+)=([^=]+)")
 
 
@@ -34,7 +34,9 @@ def plan(
     label: Annotated[
         list[str] | None, typer.Option(help="Label that hosts must have; repeat.", metavar="KEY=VALUE")
     ] = None,
-    device: DeviceName = None,
+    device: Annotated[
+        str | None, typer.Option(help='Kind of devices, such as "cuda"; else the best that a host has.')
+    ] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(help='A host to plan for, such as "host-a=cuda:8"; repeat.', metavar="NAME=KIND:COUNT"),
@@ -50,15 +52,24 @@ def plan(
     """
     import_torch()
     from rlcore.engines.launchers.ray.placement import Wishes, assign
+    from rlcore.registry import launch
 
     if not train and not infer:
         raise typer.BadParameter("give the size of an engine, --train or --infer", param_hint="--train")
+    if infer % tensor_parallel:
+        raise typer.BadParameter(f"it must be a multiple of --tensor-parallel, got {infer}", param_hint="--infer")
+    if device is not None and not device.isidentifier():
+        raise typer.BadParameter(
+            f"it must be a kind such as cuda, without an index, got {device!r}", param_hint="--device"
+        )
     if host and address is not None:
         raise typer.BadParameter("give --host, or --address", param_hint="--host")
     hosts = _hosts_at(address) if address is not None else _given(host) if host else [_this_host()]
     pairs = [_parsed(_LABEL, one, "--label", "rack=r7") for one in label or ()]
     labels = {key: value for key, value in pairs} or None  # noqa: C416 - dict() takes no tuples of unknown length
-    common: dict[str, Any] = {"kind": device or _best_kind(hosts), "labels": labels}
+    kind = device or _best_kind(hosts)
+    launch(kind)  # raises for one that is not registered
+    common: dict[str, Any] = {"kind": kind, "labels": labels}
     found: dict[str, list[str]] = {}
     if train:
         found["train"] = assign(hosts, Wishes(num_workers=train, num_hosts=num_hosts, strategy=strategy, **common))
@@ -86,8 +97,13 @@ def _hosts_at(address: str) -> list[Host]:
 
 def _given(texts: list[str]) -> list[Host]:
     from rlcore.engines.launchers.base import Host
+    from rlcore.registry import launch
 
     rows = [_parsed(_HOST, text, "--host", "host-a=cuda:8") for text in texts]
+    for kind in dict.fromkeys(kind for _, kind, _ in rows):
+        launch(kind)  # raises for a kind that is not registered
+    if len({name for name, _, _ in rows}) < len(rows):
+        raise typer.BadParameter(f"each host is named once, got {', '.join(texts)}", param_hint="--host")
     return [Host(name=name, address="", counts={kind: int(count)}) for name, kind, count in rows]
 
 

@@ -41,6 +41,17 @@ def state_of(pid: int) -> str:
     return "" if fields is None else fields[0]
 
 
+def family_seconds(pid: int) -> float:
+    """Return the processor time of a process, of all that descend from it, and of those that each has waited for."""
+    found = ((int(entry), _stat(int(entry))) for entry in os.listdir("/proc") if entry.isdigit())
+    stats = {one: fields for one, fields in found if fields is not None}
+    family = {pid}
+    while more := {one for one, fields in stats.items() if int(fields[1]) in family} - family:
+        family |= more
+    ticks = sum(int(field) for one in family & stats.keys() for field in stats[one][11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat from the state on; None if there is no such process."""
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from rlcore.arguments import AT_LEAST_0, COUNT, LIST, Kind, optional, takes
+from rlcore.arguments import AT_LEAST_0, COUNT, LIST, TEXT, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
@@ -33,7 +33,7 @@ from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
 from rlcore.rollout.timeline import Timeline
 from rlcore.rollout.trajectory import collate_trajectories
-from rlcore.rollout.workflow import Workflow
+from rlcore.rollout.workflow import WORKFLOW, Workflow
 
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
@@ -45,7 +45,7 @@ _LOOK_S = 0.5
 """How often somebody who waits looks for what nobody tells."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
-_WORKFLOW = Kind("a Workflow, with `async def run_episode(client, data)`", lambda one: hasattr(one, "run_episode"))
+_TRAIN_ENGINE = Kind("a TrainEngine", lambda value: hasattr(value, "sync_weights"))
 _SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
 
 
@@ -72,8 +72,10 @@ class RolloutController:
 
     @takes(
         "RolloutController",
-        workflow=_WORKFLOW,
+        workflow=WORKFLOW,
         accept=optional(Kind("a function", callable)),
+        chat_template=optional(TEXT),
+        template_options=optional(kind_of("a mapping", Mapping)),
         episode_timeout_s=_SECONDS,
         max_failures_in_row=COUNT,
         unhealthy_after_s=_SECONDS,
@@ -210,7 +212,7 @@ class RolloutController:
             self._episodes.count_given(episodes)
         return episodes
 
-    @takes("evaluate()", items=LIST, workflow=optional(_WORKFLOW), timeout_s=optional(AT_LEAST_0))
+    @takes("evaluate()", items=LIST, workflow=optional(WORKFLOW), timeout_s=optional(AT_LEAST_0))
     def evaluate(
         self, items: Sequence[Any], workflow: Workflow | None = None, timeout_s: float | None = None
     ) -> list[Episode]:
@@ -244,6 +246,7 @@ class RolloutController:
         with self._fleet.paused() as engines:
             yield engines
 
+    @takes("update_weights()", train=_TRAIN_ENGINE)
     def update_weights(self, train: TrainEngine, *, version: int | None = None, **options: Any) -> SyncReport:
         """Send the trainer's weights to all engines. Sequences that are under way go on with the new weights.
 
@@ -506,4 +509,6 @@ def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEng
         raise InvalidInputError(
             f"RolloutController takes an InferenceEngine or several different ones, got {infer!r:.200}"
         )
+    if not all(getattr(one, "is_built", True) for one in engines):
+        raise StateError("RolloutController takes inference engines that are built; call build() first")
     return engines

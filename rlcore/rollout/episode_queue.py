@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.rollout.episode import Episode, EpisodeEnd
@@ -16,6 +18,24 @@ from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.trajectory import Trajectory
 
 _FORMAT = 1
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Source(msgspec.Struct):
+    num_taken: _Count
+    loader: Any
+
+
+class _QueueState(msgspec.Struct):
+    """The state that ``EpisodeQueue.state_dict`` returns."""
+
+    version: _Count
+    next_number: _Count
+    queued: list[tuple[_Count, Any]]
+    ready: list[tuple[_Count, Any, list[Trajectory]]]
+    counts: dict[str, int]
+    staleness: list[tuple[int, int]]
+    source: _Source
 
 
 class EpisodeQueue:
@@ -142,16 +162,20 @@ class EpisodeQueue:
             raise StateError("load_state_dict() comes before the first episode; make a new controller")
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
             raise InvalidInputError(f"load_state_dict() takes what state_dict() returned, got {state!r:.200}")
-        self.bound.set_version(state["version"])
-        self._next_number = state["next_number"]
-        self.counts, self.staleness = Counter(state["counts"]), Counter(dict(state["staleness"]))
-        for number, data, trajectories in state["ready"]:
-            episode = Episode(number, data, [Trajectory.from_plain(one) for one in trajectories])
+        try:
+            found = msgspec.convert(state, _QueueState)
+        except msgspec.ValidationError as error:
+            raise InvalidInputError(f"load_state_dict() takes what state_dict() returned: {error}") from error
+        self.bound.set_version(found.version)
+        self._next_number = found.next_number
+        self.counts, self.staleness = Counter(found.counts), Counter(dict(found.staleness))
+        for number, data, trajectories in found.ready:
+            episode = Episode(number, data, trajectories)
             self.ready[number] = episode
             oldest = episode.oldest_version
             self.bound.ready[number] = self.bound.version if oldest is None else oldest
-        self.queued.extend((number, data) for number, data in state["queued"])
-        self.source.load_state_dict(state["source"])
+        self.queued.extend(found.queued)
+        self.source.load_state_dict(msgspec.structs.asdict(found.source))
 
     def _new_number(self) -> int:
         self._next_number += 1

@@ -53,6 +53,7 @@ class RewardPool:
         """
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
+    @takes("RewardPool.submit()", function=Kind("a function", callable))
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[float | list[float]]:
         """Begin the call; the future raises as ``__call__`` does."""
         if self._is_closed:

@@ -67,7 +67,11 @@ class StalenessBound:
         return max(0, min(self.max_concurrent - len(self.running), self.room))
 
     def begin(self, number: int) -> None:
-        """Note that an episode begins, with the version of now."""
+        """Note that an episode begins, with the version of now.
+
+        Raises:
+            InvalidInputError: the capacity is 0.
+        """
         if not self.capacity:
             raise InvalidInputError(f"episode {number} must not begin: the capacity is 0; wait for another version")
         self.running[number] = self.version
@@ -77,7 +81,12 @@ class StalenessBound:
 
         Args:
             oldest_version: of its tokens; None means the version that it began with.
+
+        Raises:
+            InvalidInputError: no such episode runs.
         """
+        if number not in self.running:
+            raise InvalidInputError(f"end() takes the number of an episode that runs, got {number!r}")
         began = self.running.pop(number)
         oldest = began if oldest_version is None else oldest_version
         if self.is_too_old(oldest):
@@ -90,6 +99,7 @@ class StalenessBound:
         self.running.pop(number, None)
         self.ready.pop(number, None)
 
+    @takes("choose()", count=COUNT)
     def choose(self, count: int) -> list[int]:
         """Return the numbers of ``count`` episodes to give now, oldest first; [] means to wait for running ones."""
         chosen = _oldest_first(self.ready)[:count]
@@ -99,7 +109,14 @@ class StalenessBound:
         return chosen if self._num_late_after(chosen) <= self._num_late_after(best) else []
 
     def give(self, numbers: Iterable[int]) -> None:
-        """Note that these episodes are trained on in this version."""
+        """Note that these episodes are trained on in this version.
+
+        Raises:
+            InvalidInputError: one of them is not ready; none is noted then.
+        """
+        numbers = list(numbers)
+        if unknown := [number for number in numbers if number not in self.ready]:
+            raise InvalidInputError(f"give() takes numbers of episodes that are ready, got {unknown[0]!r}")
         for number in numbers:
             del self.ready[number]
             self._given += 1

@@ -6,14 +6,14 @@ Letters: N sequences, L longest sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlcore.arguments import LIST, takes
+from rlcore.arguments import LIST, Kind, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.errors import InvalidInputError
 
@@ -82,12 +82,8 @@ class Trajectory:
         return replace(self, **joined, extra=turn.extra)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain data, for ``from_plain``."""
+        """Return it as plain data."""
         return asdict(self)
-
-    @classmethod
-    def from_plain(cls, state: Mapping[str, Any]) -> Trajectory:
-        return cls(**{one.name: state[one.name] for one in fields(cls)})
 
 
 def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
@@ -108,7 +104,13 @@ def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
     return found
 
 
-@takes("collate_trajectories()", groups=LIST)
+_GROUPS = Kind(
+    "a list or tuple of lists of Trajectory",
+    lambda value: LIST.has(value) and all(LIST.has(g) and all(isinstance(o, Trajectory) for o in g) for g in value),
+)
+
+
+@takes("collate_trajectories()", groups=_GROUPS)
 def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Tensor]:
     """Return one padded batch of the trajectories of several episodes, in order.
 

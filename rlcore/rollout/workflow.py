@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlcore.arguments import COUNT, Kind, optional, takes
+from rlcore.arguments import COUNT, FLAG, LIST, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.completion import Completion
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike, Prompt
@@ -26,7 +26,11 @@ from rlcore.rollout.trajectory import Trajectory
 Result = Trajectory | Sequence[Trajectory] | None
 Tools = Mapping[str, Callable[..., Any]]
 _FUNCTION = Kind("a function", callable)
-_POOL = Kind("a RewardPool", lambda value: isinstance(value, RewardPool))
+_POOL = kind_of("a RewardPool", RewardPool)
+_TOOLS = Kind(
+    "a mapping of names to functions",
+    lambda value: isinstance(value, Mapping) and all(map(callable, value.values())),
+)
 
 
 class Workflow(ABC):
@@ -46,6 +50,12 @@ class Workflow(ABC):
         """
 
 
+WORKFLOW = Kind(
+    "a Workflow, with `async def run_episode(client, data)`,",
+    lambda value: hasattr(value, "run_episode") and not isinstance(value, type),
+)
+
+
 class SingleTurn(Workflow):
     """One prompt, ``n`` completions, a reward for each.
 
@@ -57,7 +67,7 @@ class SingleTurn(Workflow):
         pool: calls ``reward`` in processes with a deadline; None calls it in the event loop.
     """
 
-    @takes("SingleTurn", reward=_FUNCTION, prompt=optional(_FUNCTION), pool=optional(_POOL))
+    @takes("SingleTurn", reward=_FUNCTION, prompt=optional(_FUNCTION), is_group_reward=FLAG, pool=optional(_POOL))
     def __init__(
         self,
         reward: Callable[..., Any],
@@ -102,7 +112,15 @@ class MultiTurn(Workflow):
         pool: as in ``SingleTurn``.
     """
 
-    @takes("MultiTurn", reward=_FUNCTION, messages=optional(_FUNCTION), max_turns=COUNT, pool=optional(_POOL))
+    @takes(
+        "MultiTurn",
+        reward=_FUNCTION,
+        tools=_TOOLS,
+        tool_descriptions=optional(LIST),
+        messages=optional(_FUNCTION),
+        max_turns=COUNT,
+        pool=optional(_POOL),
+    )
     def __init__(
         self,
         reward: Callable[..., Any],
@@ -159,7 +177,7 @@ class Grouped(Workflow):
         group_reward: ``group_reward(data, rewards) -> rewards``, of the n episodes; None leaves them.
     """
 
-    @takes("Grouped", n=COUNT, group_reward=optional(_FUNCTION))
+    @takes("Grouped", workflow=WORKFLOW, n=COUNT, group_reward=optional(_FUNCTION))
     def __init__(
         self,
         workflow: Workflow,

@@ -16,7 +16,7 @@ from scipy.stats import ttest_ind
 from typer.testing import CliRunner
 
 from rlcore.bench.compare import compare, difference, parse_prices, run_names
-from rlcore.bench.record import CaseResult, Metric, Record, Telemetry, read, write
+from rlcore.bench.record import CROWDED, CaseResult, Metric, Record, Telemetry, read, write
 from rlcore.bench.reports.tables import noise_told
 from rlcore.cli.bench import bench
 from rlcore.errors import InvalidInputError
@@ -336,6 +336,31 @@ def test_a_host_that_others_left_less_of_makes_no_regression_and_hides_none(
     turns = [msgspec.structs.replace(side, telemetry=one.telemetry) for side, one in zip(pair, (a, b), strict=True)]
     (row,) = compared(*map(record, turns)).rows
     assert row.difference.turns and row.verdict == told, "what one met, both met"
+
+
+def test_a_host_without_a_free_processor_tells_nothing_unless_both_took_turns() -> None:
+    generator = np.random.default_rng(13)
+    a, b = (timed("a", generator, median=median) for median in (0.01, 0.02))
+    crowded = msgspec.structs.replace(b, marks=[CROWDED])
+    for pair in ((a, crowded), (crowded, a), (crowded, crowded)):
+        (row,) = compared(*map(record, pair)).rows
+        assert (row.verdict, row.reason) == ("cannot tell", "others left no processor of the host free")
+    turns = (msgspec.structs.replace(one, marks=[CROWDED]) for one in in_turns(generator, slowdown=1.0, walk=0.05))
+    assert compared(*map(record, turns)).rows[0].verdict == "slower"
+
+
+def test_rounds_that_agree_by_chance_are_no_surer_than_their_samples() -> None:
+    """A neighbour comes and goes within rounds; the medians of one run's rounds all had it, those of the other none."""
+    quiet, busy = [1.0, 1.0, 1.0, 1.6, 1.6], [1.0, 1.0, 1.6, 1.6, 1.6]
+    a, b = (
+        msgspec.structs.replace(
+            timed("a", np.random.default_rng(1), rounds=3, n=5),
+            metrics=[Metric(name="time", unit="s", samples=3 * samples)],
+        )
+        for samples in (quiet, busy)
+    )
+    (row,) = compared(record(a), record(b)).rows
+    assert row.verdict == "cannot tell" and row.difference.noise > 0.6
 
 
 def on_host(

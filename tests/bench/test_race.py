@@ -13,6 +13,8 @@ import pytest
 import rlcore
 from rlcore.bench.cases.peers import race, race_sides
 from rlcore.errors import BenchError
+from rlcore.process.python_command import python_command
+from tests.warm import warm
 
 pytest.importorskip("transformers")
 LOAD = race.RaceLoad("", "cpu", vocabulary=50, prompts=2, samples=4, prompt_tokens=6, new_tokens=3, steps=3)
@@ -46,7 +48,8 @@ def test_the_text_of_a_token_is_its_number_and_a_reward_counts_even_ones(tmp_pat
     assert race_sides._reward(tokenizer.decode([4, 7, 8, 12])) == 0.75
 
 
-def test_a_side_that_fails_says_why() -> None:
+def test_a_side_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "python_command", lambda *entry: [*warm(), *python_command(*entry)[1:]])
     with pytest.raises(BenchError, match=re.escape("no_such_side ended with exit code 1: ")) as failed:
         race._run("no_such_side", LOAD)
     assert "no attribute 'no_such_side'" in str(failed.value)

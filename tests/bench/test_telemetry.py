@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.measurement import telemetry as module
 from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.bench.measurement.telemetry import Monitor, joined, marks
-from rlcore.bench.record import Readings, Telemetry
+from rlcore.bench.record import CROWDED, Readings, Telemetry
 from rlcore.errors import UnsupportedError
+from rlcore.process.status import family_seconds
 from rlcore.registry import get_device
 
 
@@ -64,8 +68,16 @@ def test_throttling_and_sharing_are_marked() -> None:
     found = watched(device, 2)
     assert found.throttle_reasons == ["software power cap"]
     assert marks(found)[:2] == ["throttled: software power cap", "shared: 2 other processes on the device"]
-    assert marks(Telemetry(host_share_of_others=0.5)) == ["shared: others used the host's processors"]
     assert marks(Telemetry(host_share_of_others=0.05, throttle_reasons=[], other_processes=0)) == []
+
+
+@pytest.mark.parametrize(("processors", "most"), [(2, 0.62), (64, 0.98), (1, 0.24)])
+def test_others_who_leave_no_processor_free_crowd_the_host(
+    processors: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+    assert marks(Telemetry(host_share_of_others=most)) == ["shared: others used the host's processors"]
+    assert marks(Telemetry(host_share_of_others=most + 0.015)) == [CROWDED]
 
 
 def test_what_is_not_told_is_none() -> None:
@@ -89,6 +101,18 @@ def test_share_of_others_is_measured_here() -> None:
     while (share := monitor.telemetry().host_share_of_others) is None:  # until there is something to divide by
         sum(range(100_000))
     assert 0 <= share <= 1
+
+
+def test_workers_that_live_on_are_no_others() -> None:
+    program = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = family_seconds(os.getpid())
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == b"\n"
+        alive = family_seconds(os.getpid())
+        worker.communicate(b"\n")
+    assert alive - before >= 0.29 and family_seconds(os.getpid()) >= alive
 
 
 def test_two_processes_join_to_the_worse_of_both() -> None:

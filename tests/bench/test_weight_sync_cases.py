@@ -49,7 +49,10 @@ def test_experts_are_named_one_by_one_and_planned_as_one() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("sizes", "names", "gigabytes"), [(QWEN_7B, 226, 15.2), (QWEN_30B_A3B, 18674, 61.0)])
+@pytest.mark.parametrize(
+    ("sizes", "names", "gigabytes"),
+    [(QWEN_7B, 226, 15.2), pytest.param(QWEN_30B_A3B, 18674, 61.0, marks=pytest.mark.slow)],
+)
 def test_the_shapes_are_those_of_the_models(sizes: ModelShape, names: int, gigabytes: float) -> None:
     with torch.device("meta"):
         trainer = weight_sync._Trainer(sizes)

@@ -3,6 +3,7 @@ nothing is lost or left half-written. The rows are what a newcomer types, and wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import shutil
@@ -15,10 +16,11 @@ import torch
 from typer.testing import CliRunner
 
 import rlcore
-from rlcore import ops
+from rlcore import ops, rollout
 from rlcore.bench.case import select_cases
 from rlcore.bench.record import read, write
 from rlcore.cli import main as cli
+from rlcore.compat import areal
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import RlcoreError
 from rlcore.quickstart.config import QuickstartConfig
@@ -28,6 +30,7 @@ from rlcore.quickstart.policy import policy_class
 from rlcore.settings import Settings
 from rlcore.types import IpcHandle
 from tests.bench.records import a_record
+from tests.rollout.simulated_engine import SimulatedEngine
 
 USAGE = [
     ("frobnicate", "'frobnicate'"),
@@ -63,6 +66,23 @@ USAGE = [
     ("examples ''", "the path is empty; give a name, or . for this folder"),
     ("examples", "folder"),
     ("examples a b", "b"),
+    ("plan", "--train"),
+    ("plan --train -1", "'--train'"),
+    ("plan --train 2 --host a", "host-a=cuda:8, got 'a'"),
+    ("plan --train 2 --host a=cuda", "host-a=cuda:8, got 'a=cuda'"),
+    ("plan --train 2 --host a=cuda:99999999999", "host-a=cuda:8, got 'a=cuda:99999999999'"),
+    ("plan --train 2 --host a=cuda:2 --host a=cuda:4", "each host is named once, got a=cuda:2, a=cuda:4"),
+    ("plan --train 2 --label rack", "rack=r7, got 'rack'"),
+    ("plan --train 2 --num-hosts 0", "'--num-hosts'"),
+    ("plan --train 2 --device cuda:1", "a kind such as cuda, without an index, got 'cuda:1'"),
+    ("plan --train 2 --device ''", "a kind such as cuda, without an index, got ''"),
+    ("plan --infer 3 --tensor-parallel 2", "a multiple of --tensor-parallel, got 3"),
+    ("plan --train 2 --host a=cuda:2 --address auto", "--host"),
+    ("ps --kill 1 --address auto", "--kill"),
+    ("checkpoint verify", "'folder'"),
+    ("checkpoint verify ''", "the path is empty; give a name, or . for this folder"),
+    ("chaos --minutes nan", "--minutes"),
+    ("chaos --fault magic", "no fault 'magic'"),
     ("version extra", "extra"),
     ("doctor --json extra", "extra"),
 ]
@@ -102,6 +122,21 @@ COMMANDS = [
     ("devices ''", "no device ''; registered: cpu, cuda, npu"),
     ("ps --kill 1", "no worker process has the id 1; living: "),
     ("ps --kill 99999999", "no worker process has the id 99999999; living: "),
+    ("plan --train 2 --host a=tpu:2", "no device 'tpu'; registered: cpu, cuda, npu. See `rlcore devices`."),
+    ("plan --train 2 --host a=cuda:2 --device tpu", "no device 'tpu'; registered: cpu, cuda, npu. See `rlcore devic"),
+    ("plan --train 2 --host a=cuda:1", "2 devices are needed and 1 can be used: a has cuda:0 (none is held)"),
+    (
+        "plan --train 3 --num-hosts 2 --host a=cuda:4",
+        "3 workers in groups of 1 cannot be spread alike over num_hosts=2",
+    ),
+    ("plan --train 2 --host a=cuda:2 --strategy x", "strategy must be one of pack, spread, got 'x'"),
+    ("plan --train 2 --host a=cuda:2 --label rack=r7", "no accepted host has host_labels rack=r7: a has none"),
+    ("checkpoint verify nowhere", "nowhere is no folder; give the one that save() or export() wrote"),
+    (
+        "checkpoint verify mine",
+        "mine is neither a checkpoint (no manifest.json) nor an export of rlcore (no rlcore-exp",
+    ),
+    ("quickstart --launcher magic", "launcher must be one of inline, process, ray, torchrun, got 'magic'"),
     ("ops explain matmul", "no operator 'matmul'; registered: discounted_return, gae, group_advantage, linear_logprob"),
     ("ops explain linear_loss --dtype int8", "--dtype must be one of float32, bfloat16, float16, float64, got 'int8'"),
     ("ops explain linear_loss --device tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
@@ -249,6 +284,85 @@ CALLS = [
     ("read(Path('text.json'))", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
     ("select_cases(['kernel'])", "no benchmark case 'kernel'; did you mean kernels"),
     ("QuickstartConfig(seed=-1)", "QuickstartConfig.seed must be a whole number in [0, 2**63), got -1"),
+    ("init(address=3)", "init() takes a str, or None as address, got 3"),
+    ("init(address='ray://a:1')", "address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got 'ray://a:1'"),
+    ("init(launcher='process', address='auto')", "address is that of a Ray cluster, for launcher='ray', got launcher="),
+    ("init(insecure_cluster='yes')", "init() takes True or False as insecure_cluster, got 'yes'"),
+    ("init(devices=3)", "init() takes a device's name or a list of them, or None as devices, got 3"),
+    ("build(strategy='pack')", "strategy='pack' needs a launcher with several hosts: launcher='ray'"),
+    ("build(acceptable_node_ips=['x'])", "acceptable_node_ips must hold IP addresses, got 'x'"),
+    ("build_train(sequence_parallel_size=0)", "sequence_parallel_size must be a whole number of at least 1, got 0"),
+    ("build_train(sequence_parallel_size=True)", "sequence_parallel_size must be a whole number of at least 1, got Tr"),
+    ("build_train(sequence_parallel_size=2)", "this engine has 2 workers; devices names 1: ['cpu:0']"),
+    ("build_train(replicas=1.5)", "replicas must be a whole number of at least 1, got 1.5"),
+    ("build_train(executor='deepspeed', stage=4)", "stage must be 1, 2 or 3, the stage of ZeRO, got 4"),
+    ("build_train(executor='deepspeed', config={'fp16': {}})", "config may not have 'fp16': there is no loss scaling"),
+    ("build_train(executor='deepsped')", "no train executor 'deepsped'; registered: deepspeed, fsdp2"),
+    ("train.sync_weights(infer, delta='yes')", "delta must be True or False, got 'yes'"),
+    ("train.sync_weights(infer, checksums='md5')", "checksums must be one of off, sample, always, got 'md5'"),
+    ("train.sync_weights(infer, staging_bytes=0)", "a staging buffer must be a multiple of 512 bytes and at least 102"),
+    ("RolloutController(3, workflow, batch_size=2)", "RolloutController takes an InferenceEngine or several different"),
+    ("RolloutController(InferenceEngine(model), workflow, batch_size=2)", "RolloutController takes inference engines "),
+    ("RolloutController(infer, SingleTurn, batch_size=2)", "RolloutController takes a Workflow, with `async def run_e"),
+    ("controlled(batch_size=0)", "StalenessBound takes a whole number of at least 1 as batch_size, got 0"),
+    ("controlled(max_staleness=1.5)", "StalenessBound takes a whole number of at least 0 as max_staleness, got 1.5"),
+    ("controlled(episode_timeout_s=0)", "RolloutController takes a number of seconds above 0 as episode_timeout_s, go"),
+    ("controlled(sampling_params={'colour': 1})", "unknown sampling parameter 'colour'; accepted: n, temperature"),
+    ("controlled(chat_template=3)", "RolloutController takes a str, or None as chat_template, got 3"),
+    ("controlled(template_options=3)", "RolloutController takes a mapping, or None as template_options, got 3"),
+    ("rollout.wait(0)", "wait() takes a whole number of at least 1, or None as count, got 0"),
+    ("rollout.wait(1)", "wait(1) would wait for ever: only 0 episodes were submitted and not given yet; submit() more"),
+    ("rollout.wait(1, timeout_s=-1)", "wait() takes a finite number of at least 0, or None as timeout_s, got -1"),
+    ("rollout.prepare_batch(3)", "prepare_batch() takes a dataloader, or a list of items, got 3"),
+    ("rollout.rollout_batch('ab')", "rollout_batch() takes a list or tuple as items, got 'ab'"),
+    ("rollout.rollout_batch([])", "rollout_batch() needs at least one item, got none"),
+    ("rollout.evaluate(['1'], workflow=3)", "evaluate() takes a Workflow, with `async def run_episode(client, data)`"),
+    ("rollout.set_version(-1)", "set_version(-1) must be the version that the engines serve, [0]: give sync_weights(v"),
+    ("rollout.update_weights(3)", "update_weights() takes a TrainEngine as train, got 3"),
+    ("rollout.update_weights(train, version=-1)", "update_weights() takes a version of at least 0, the version of now"),
+    ("rollout.load_state_dict({})", "load_state_dict() takes what state_dict() returned, got {}"),
+    ("loaded(queued=[3])", "load_state_dict() takes what state_dict() returned: Expected `array`, got `int` - at `$.q"),
+    ("loaded(ready=[[0, {}, [{}]]])", "load_state_dict() takes what state_dict() returned: Object missing required fi"),
+    ("loaded(next_number='x')", "load_state_dict() takes what state_dict() returned: Expected `int`, got `str` - at `"),
+    ("loaded(source=3)", "load_state_dict() takes what state_dict() returned: Expected `object`, got `int` - at `$.so"),
+    ("SingleTurn(3)", "SingleTurn takes a function as reward, got 3"),
+    ("SingleTurn(max, {'temperature': -1})", "SamplingParams.temperature must be 0 (greedy) or at least 0.01, got -1"),
+    ("SingleTurn(max, is_group_reward='x')", "SingleTurn takes True or False as is_group_reward, got 'x'"),
+    ("MultiTurn(max, 3)", "MultiTurn takes a mapping of names to functions as tools, got 3"),
+    ("MultiTurn(max, {'search': 3})", "MultiTurn takes a mapping of names to functions as tools, got {'search': 3}"),
+    ("MultiTurn(max, {}, tool_descriptions=3)", "MultiTurn takes a list or tuple, or None as tool_descriptions, got 3"),
+    ("MultiTurn(max, {}, max_turns=0)", "MultiTurn takes a whole number of at least 1 as max_turns, got 0"),
+    ("Grouped(3, 4)", "Grouped takes a Workflow, with `async def run_episode(client, data)`, as workflow, got 3"),
+    ("Grouped(workflow, 0)", "Grouped takes a whole number of at least 1 as n, got 0"),
+    ("RewardPool(0)", "RewardPool takes a whole number of at least 1 as num_processes, got 0"),
+    ("RewardPool(1).submit(3)", "RewardPool.submit() takes a function as function, got 3"),
+    ("StalenessBound(max_staleness=1, batch_size=1).end(3)", "end() takes the number of an episode that runs, got 3"),
+    ("StalenessBound(max_staleness=1, batch_size=1).give([5])", "give() takes numbers of episodes that are ready, got"),
+    ("StalenessBound(max_staleness=1, batch_size=1).choose(-1)", "choose() takes a whole number of at least 1 as coun"),
+    ("collate_trajectories([[3]])", "collate_trajectories() takes a list or tuple of lists of Trajectory as groups, g"),
+    ("collate_trajectories([[]])", "collate_trajectories() needs at least one trajectory, got none"),
+    ("areal.load_expr_config([], areal.GRPOConfig)", "load_expr_config() takes --config FILE.yaml and then key=value"),
+    ("configured('nowhere.yaml')", "cannot read the configuration nowhere.yaml: No such file or directory"),
+    ("configured('mine')", "cannot read the configuration mine: Is a directory"),
+    ("configured('text.json')", "a configuration must be a mapping, got 'hello'"),
+    ("configured('open.yaml')", "open.yaml, or an override of it, is no YAML: ParserError: while parsing a flow seque"),
+    ("configured('bytes.yaml')", "bytes.yaml, or an override of it, is no YAML: UnicodeDecodeError: "),
+    ("configured('empty.json', 'seed')", "an override must be key=value, got 'seed'"),
+    ("configured('empty.json', '=3')", "an override must be key=value, got '=3'"),
+    ("configured('empty.json', 'seed=[')", "empty.json, or an override of it, is no YAML: ParserError: while parsing "),
+    ("configured('empty.json', 'seed=1', 'seed.x=2')", "an override must be of a field; seed.x has no section above i"),
+    ("configured('empty.json', 'actor=3')", "actor must be a mapping, got 3"),
+    ("configured('empty.json', 'sed=2')", "sed is no field here; did you mean 'seed'? accepted: experiment_name"),
+    ("areal.WeightUpdateMeta('tape')", "WeightUpdateMeta(type='tape') is not supported: 'disk', 'nccl' and 'xccl' are"),
+    ("areal.RemoteInfEngine(None)", "RemoteInfEngine takes an InferenceEngineConfig as config, got None"),
+    ("areal.RemoteInfEngine(areal.InferenceEngineConfig()).wait(1)", "the rollout engine is not initialized; call ini"),
+    ("areal.FSDPPPOActor(None)", "FSDPPPOActor takes a PPOActorConfig as config, got None"),
+    ("actor('nowhere').initialize()", "model path 'nowhere' is not a folder; rlcore does not download models: run"),
+    ("actor('x').compute_advantages({})", "the batch needs rewards, logprobs, loss_mask; rewards, logprobs, loss_mask"),
+    ("actor('x').ppo_update({})", "the batch needs logprobs, advantages; logprobs, advantages is missing"),
+    ("areal.PPOActorConfig(group_size='x')", "actor.ppo_n_minibatches and actor.group_size must be whole numbers of a"),
+    ("areal.FinetuneSpec(1, 2, 0)", "a FinetuneSpec takes whole numbers of at least 1, got FinetuneSpec(total_train_e"),
+    ("areal.RLVRWorkflow(3, areal.GenerationHyperparameters(), None)", "RLVRWorkflow takes a function as reward_fn, g"),
     ("Settings.from_env({'RLCORE_CLOUR': 'x'})", "unknown environment variable RLCORE_CLOUR; rlcore reads RLCORE_DEVI"),
 ]  # fmt: skip
 """Call, and how the error begins."""
@@ -269,6 +383,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     for name, record in {"a": a_record(), "b": a_record(2.0), "gpu": a_record(accelerator_model_name="GPU")}.items():
         write(record, here / f"{name}.json")
     (here / "empty.json").write_bytes(b"")
+    (here / "open.yaml").write_text("actor: [1")
+    (here / "bytes.yaml").write_bytes(b"\xff\xfe\x01")
     (here / "foreign.json").write_text('{"schema": "asv/2"}')
     with (here / "huge.json").open("wb") as file:
         file.truncate(260_000_000)
@@ -305,8 +421,8 @@ def here(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert contents(folder) == before
 
 
-def test_there_are_150_of_them() -> None:
-    assert len({call for call, _ in USAGE + COMMANDS + CALLS}) == len(USAGE + COMMANDS + CALLS) >= 150
+def test_there_are_250_of_them() -> None:
+    assert len({call for call, _ in USAGE + COMMANDS + CALLS}) == len(USAGE + COMMANDS + CALLS) >= 250
 
 
 def test_wrong_usage_names_what_is_wrong(here: Path) -> None:
@@ -331,9 +447,17 @@ def names(model: Path) -> Iterator[dict[str, Any]]:
     """Everything that ``CALLS`` name."""
     with rlcore.meta_device():
         module = policy_class(model).from_pretrained(model)
-    with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(model) as infer:
-        train.build(devices="cpu")
-        infer.build(devices="cpu")
+    workflow = rollout.SingleTurn(len)
+
+    def loaded(**entries: Any) -> None:
+        """A state of a rollout that is damaged."""
+        with rollout.RolloutController(SimulatedEngine(), workflow, batch_size=2) as other:
+            other.load_state_dict(other.state_dict() | entries)
+
+    with contextlib.ExitStack() as stack:
+        train = stack.enter_context(rlcore.TrainEngine(module)).build(devices="cpu")
+        infer = stack.enter_context(rlcore.InferenceEngine(model)).build(devices="cpu")
+        controller = stack.enter_context(rollout.RolloutController(SimulatedEngine(), workflow, batch_size=2))
         outputs = infer.generate(["1+1=", "2+2="], {"n": 2, "max_tokens": 3, "ignore_eos": True})
         batch = rlcore.collate(outputs, advantages=[1.0, 2.0, 3.0, 4.0])
         state = train.state_dict()
@@ -342,6 +466,14 @@ def names(model: Path) -> Iterator[dict[str, Any]]:
             **{value.__name__: value for value in (SamplingParams, IpcHandle, QuickstartConfig, Settings, Path)},
             **{"ops": ops, "ppo_clip": ops.ppo_clip, "torch": torch, "read": read, "select_cases": select_cases},
             **{"model": model, "train": train, "infer": infer, "outputs": outputs, "batch": batch, "state": state},
+            **{name: getattr(rollout, name) for name in rollout.__all__},
+            **{"areal": areal, "rollout": controller, "workflow": workflow, "loaded": loaded},
+            "controlled": lambda **options: rollout.RolloutController(infer, workflow, **{"batch_size": 2, **options}),
+            "configured": lambda *argv: areal.load_expr_config(["--config", *argv], areal.GRPOConfig),
+            "actor": lambda path: areal.FSDPPPOActor(areal.PPOActorConfig(path=path)),
+            "build_train": lambda executor="fsdp2", **options: rlcore.TrainEngine(module, executor=executor).build(
+                devices="cpu", **options
+            ),
             "build": lambda **options: rlcore.InferenceEngine(model).build(devices="cpu", **options),
             "changed": lambda **entries: train.train_batch(batch | entries, ops.ppo_clip()),
             "times": lambda factor: {name: value * factor for name, value in state.items()},

@@ -14,6 +14,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from tests.warm import TorchPopen
+
 _PROGRAM = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -134,7 +136,7 @@ class Ranks:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
+            process = TorchPopen(
                 [sys.executable, "-c", _PROGRAM, "rank", str(theirs.fileno()), json.dumps(sys.path)],
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo"},

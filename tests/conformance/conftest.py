@@ -60,9 +60,10 @@ class Runs:
     def _run(self, run: Any, folder: Path) -> Outcome:
         folder.mkdir()
         python = self.simdev_python if run.device == "simdev" else Path(sys.executable)
-        path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE)])
+        path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE), str(HERE.parents[1])])
+        peers = ("-p", "warm_peers") if run.device == "cpu" else ()  # a vendor's library may not survive a fork
         found = subprocess.run(
-            [*warm(python=python), "-m", "pytest", "-p", "no:cacheprovider", *run.arguments],
+            [*warm(python=python), "-m", "pytest", "-p", "no:cacheprovider", *peers, *run.arguments],
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "SIMDEV_FAULT": run.fault, "PYTHONPATH": path},
             stdout=subprocess.PIPE,

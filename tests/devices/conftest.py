@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.warm import TorchPopen
+
 ANSWER_TIMEOUT_S = 120  # of a process that imports torch and makes a CUDA context on a busy machine
 
 
@@ -27,7 +29,7 @@ class Peer:
     """Another Python process with the same device; see peer.py."""
 
     def __init__(self, device_name: str, env: dict[str, str]) -> None:
-        self.process = subprocess.Popen(
+        self.process = TorchPopen(
             [sys.executable, str(Path(__file__).parent / "peer.py"), device_name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.warm import LIMIT_S
+from tests.warm import LIMIT_S, warm
 
 PLUGIN = Path(__file__).parent.parent / "plugins" / "other_vendors"
 
@@ -40,7 +40,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (info / "entry_points.txt").write_text(f"[rlcore]\n{entries}\n")
     env = {name: value for name, value in os.environ.items() if not name.startswith("RLCORE_")}
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, json.dumps([[*case] for case in CASES.values()])],
+        [*warm(), "-c", FORKS, json.dumps([[*case] for case in CASES.values()])],
         env=env | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "RLCORE_STRICT_PLUGINS": "1"},
         capture_output=True,
         text=True,

@@ -172,6 +172,25 @@ def policy() -> Any:
     return train_policy()
 
 
+@pytest.fixture(scope="module")
+def build(
+    policy: Any, qwen2_folder: Path, shared_devices: tuple[str, ...], short_runtime_folder: Path
+) -> Iterator[Callable[..., rlcore.TrainEngine]]:
+    """``build(workers, device, folder)``: a train engine of ``policy`` that the tests of a file share."""
+    from .train_policy import engines_of
+
+    with engines_of(policy, qwen2_folder, shared_devices, short_runtime_folder) as get:
+        yield get
+
+
+@pytest.fixture
+def truth(policy: Any, qwen2_folder: Path) -> Any:
+    """The policy of the engines of ``build``, trained on the CPU in float32."""
+    from .train_policy import truth_of
+
+    return truth_of(policy, qwen2_folder)
+
+
 @pytest.fixture
 def engine(policy: Any, qwen2_folder: Path) -> Iterator[rlcore.TrainEngine]:
     """An engine of ``policy``, on the CPU."""

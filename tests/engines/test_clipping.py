@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.engines.fsdp2.strategy import clip_and_step
+from rlcore.engines.executors.clipping import clip_and_step
 from tests.accuracy import assert_same_bits, assert_within_rounding
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {

@@ -116,7 +116,7 @@ def test_a_closure_is_refused_and_not_forgotten() -> None:
     module = LeavesOneOut(regression_weights())
     module.on_weights_materialized()
     zero = Zero.__new__(Zero)
-    zero._module, zero._is_stepping = module, False
+    zero.module, zero._is_stepping = module, False
     zero._take_over(module.optimizer)
     with pytest.raises(UnsupportedError, match=r"step\(closure\) .* of LeavesOneOut .* without a closure"):
         module.optimizer.step(lambda: 0.0)

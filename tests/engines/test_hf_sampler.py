@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlcore.engines.sampling.hf.sampler import Sampler, sample_keys, uniform
+from rlcore.engines.sampling.hf.sampler import Sampler, uniform
 from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.seeds import sample_keys
 from tests.accuracy import assert_within_rounding
 
 from .plain_sampling import restricted

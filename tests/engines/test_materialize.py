@@ -26,7 +26,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from rlcore.weights import source as weight_source
-from rlcore.engines.fsdp2.materialize import materialize
+from rlcore.engines.executors.materialize import materialize
 from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.meta import meta_device
 from rlcore.nn import TrainModule
@@ -85,7 +85,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Chunk, PermuteForRope, WeightConverter
 import rlcore
 from rlcore.weights import source as weight_source
-from rlcore.engines.fsdp2.materialize import materialize
+from rlcore.engines.executors.materialize import materialize
 from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.weights.shards import own_box
 from rlcore.nn import HuggingFaceTrainModule

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.executors import step as train_step
+from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
+from rlcore.engines.executors.step import _accumulate
+from rlcore.engines.executors.strategy import OneDevice
 from rlcore.engines.executors.train_options import StepOptions
-from rlcore.engines.fsdp2 import step as train_step
-from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
 from rlcore.engines.fsdp2.sharding import Sharding, shard
-from rlcore.engines.fsdp2.step import _accumulate
-from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
@@ -133,8 +133,7 @@ def test_no_micro_batch_waits_for_the_device(policy: Any, qwen2_folder: Path) ->
         for mode in ("default", "error"):  # what is compiled and chosen the first time may wait
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                strategy = Fsdp2Strategy(worker.module, worker.device)
-                metrics = _accumulate(worker.module, worker.device, own, policy_gradient, options, strategy=strategy)
+                metrics = _accumulate(worker.strategy, own, policy_gradient, options)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     whole = batch()
@@ -181,13 +180,13 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
 
     monkeypatch.setattr(train_step, "_begin_reading", begin_reading)
     with pytest.raises(RuntimeError, match="all is launched"):
-        train_step.train_step(module, device, own, ppo_clip(), options=options)
+        train_step.train_step(OneDevice(module, device), own, ppo_clip(), options)
     assert {"loss", "grad_norm"} <= set(begun)
 
 
 CUTTING_IN_A_PROCESS_OF_FOUR_THREADS = """
 import os, torch
-from rlcore.engines.fsdp2.micro_batch import micro_batches
+from rlcore.engines.executors.micro_batch import micro_batches
 from rlcore.engines.rank_batch import rank_batches
 
 def num_threads():

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlcore.engines.fsdp2.pieces import own_pieces
+from rlcore.engines.executors.pieces import own_pieces
 from rlcore.weights.shards import own_box
 
 WHOLE = torch.arange(4 * 6 * 5).view(4, 6, 5)

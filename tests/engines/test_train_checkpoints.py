@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,7 @@ from rlcore.ops import ppo_clip
 
 from .plain_training import Truth
 from .train_batches import assert_same_weights, packed_batch, padded_batch
-from .train_policy import Build, Regression, engines_of, regression_weights, truth_of
-
-
-@pytest.fixture(scope="module")
-def build(
-    policy: Any, qwen2_folder: Path, shared_devices: tuple[str, ...], short_runtime_folder: Path
-) -> Iterator[Build]:
-    with engines_of(policy, qwen2_folder, shared_devices, short_runtime_folder) as get:
-        yield get
-
-
-@pytest.fixture
-def truth(policy: Any, qwen2_folder: Path) -> Truth:
-    return truth_of(policy, qwen2_folder)
+from .train_policy import Build, Regression, regression_weights, truth_of
 
 
 def module_of(engine: rlcore.TrainEngine) -> Any:
@@ -142,7 +129,7 @@ def test_an_export_is_a_hugging_face_folder(engine: rlcore.TrainEngine, tmp_path
         engine.export(tmp_path / "other" / "notes.txt")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_state_dict_round_trip(build: Build, workers: int) -> None:
     engine = build(workers)
     state = engine.state_dict()

@@ -20,7 +20,7 @@ from tests.accuracy import assert_as_accurate
 
 from .plain_training import keep_float64
 from .train_batches import VOCAB, packed_batch
-from .train_policy import Build, Place, adamw_policy, engines_of, policy_gradient, truth_of
+from .train_policy import Build, Place, adamw_policy, policy_gradient, truth_of
 
 choice = pytest.importorskip("rlcore.packed.choice")
 
@@ -155,14 +155,6 @@ def test_masks_are_made_before_a_block_and_do_not_compile_it_again(num_windows: 
 def test_a_compiled_block_is_one_graph_by_the_attention_of_the_gpu(num_windows: int, recomputes: Any) -> None:
     first, *_, last = graphs_by_batch(num_windows, "cuda", recomputes)
     assert (first, last) == (num_windows, 0)
-
-
-@pytest.fixture(scope="module")
-def build(
-    policy: Any, qwen2_folder: Path, shared_devices: tuple[str, ...], short_runtime_folder: Path
-) -> Iterator[Build]:
-    with engines_of(policy, qwen2_folder, shared_devices, short_runtime_folder) as get:
-        yield get
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import rlcore
-from rlcore.engines.fsdp2.pieces import own_pieces
+from rlcore.engines.executors.pieces import own_pieces
 from rlcore.engines.fsdp2.sharding import reshard
 from rlcore.nn import HuggingFaceTrainModule
 

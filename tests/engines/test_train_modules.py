@@ -388,7 +388,8 @@ def trained_values(critic: Any, *arguments: Tensor, workers: int = 0) -> tuple[T
     return before_NL, call("values", "cat", ids_NL, mask_NL)
 
 
-def test_a_critic_is_one_more_train_engine(qwen2_folder: Path, build: Build) -> None:
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_critic_is_one_more_train_engine(workers: int, qwen2_folder: Path, build: Build) -> None:
     from transformers import Qwen2Config
 
     generator = torch.Generator().manual_seed(0)
@@ -396,20 +397,19 @@ def test_a_critic_is_one_more_train_engine(qwen2_folder: Path, build: Build) -> 
     ids_NL = torch.randint(VOCAB, mask_NL.shape, generator=generator)
     rows = ids_NL, mask_NL, torch.randn(mask_NL.shape, generator=generator)
     config, critic = Qwen2Config.from_pretrained(qwen2_folder, num_labels=1), critic_class()
-    for workers in (1, 2):
-        with rlcore.meta_device():
-            module = critic.from_pretrained(qwen2_folder, config=config)
-        engine = build(module, workers)
-        state = engine.state_dict()
-        assert {"score.weight", "score.bias"} < state.keys()
-        found = trained_values(engine, *rows, workers=workers)
-        truth = truth_of_own(lambda: critic(deepcopy(config)), state)
-        for got, reference, exact in zip(
-            found, *truth.both(lambda plain: trained_values(plain.module, *rows)), strict=True
-        ):
-            assert (got[~mask_NL] == 0).all() and got.std() > 0
-            assert_as_accurate(got[mask_NL], reference[mask_NL], exact[mask_NL])
-        truth.assert_weights(engine.state_dict())
+    with rlcore.meta_device():
+        module = critic.from_pretrained(qwen2_folder, config=config)
+    engine = build(module, workers)
+    state = engine.state_dict()
+    assert {"score.weight", "score.bias"} < state.keys()
+    found = trained_values(engine, *rows, workers=workers)
+    truth = truth_of_own(lambda: critic(deepcopy(config)), state)
+    for got, reference, exact in zip(
+        found, *truth.both(lambda plain: trained_values(plain.module, *rows)), strict=True
+    ):
+        assert (got[~mask_NL] == 0).all() and got.std() > 0
+        assert_as_accurate(got[mask_NL], reference[mask_NL], exact[mask_NL])
+    truth.assert_weights(engine.state_dict())
 
 
 # --------------------------------------------------------------------------------------------------------- traces

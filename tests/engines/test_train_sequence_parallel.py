@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rlcore.packed.sequence_parallel import own_tokens
 
 from .plain_training import Truth, assert_metrics
 from .train_batches import VOCAB, packed_batch
-from .train_policy import Build, Regression, engines_of, regression_weights, train_policy, truth_of
+from .train_policy import Build, Regression, regression_weights, train_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -39,19 +38,6 @@ class Sliced(train_policy()):  # type: ignore[misc]
 @pytest.fixture(scope="module")
 def policy() -> Any:
     return Sliced
-
-
-@pytest.fixture(scope="module")
-def build(
-    policy: Any, qwen2_folder: Path, shared_devices: tuple[str, ...], short_runtime_folder: Path
-) -> Iterator[Build]:
-    with engines_of(policy, qwen2_folder, shared_devices, short_runtime_folder) as get:
-        yield get
-
-
-@pytest.fixture
-def truth(policy: Any, qwen2_folder: Path) -> Truth:
-    return truth_of(policy, qwen2_folder)
 
 
 # ----------------------------------------------------------------------------------- training, on several workers

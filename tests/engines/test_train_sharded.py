@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.accuracy import assert_as_accurate
 
 from .plain_training import Truth
 from .train_batches import VOCAB, assert_same_weights, packed_batch
-from .train_policy import Build, Place, engines_of, places, policy_gradient, truth_of, truth_of_own
+from .train_policy import Build, Place, places, policy_gradient, truth_of, truth_of_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -47,20 +47,6 @@ def untied_folder(write_checkpoint: Callable[..., Path], tiny_config: dict[str, 
 )
 def folder(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="module")
-def build(
-    policy: Any, qwen2_folder: Path, shared_devices: tuple[str, ...], short_runtime_folder: Path
-) -> Iterator[Build]:
-    with engines_of(policy, qwen2_folder, shared_devices, short_runtime_folder) as get:
-        yield get
-
-
-@pytest.fixture
-def truth(policy: Any, qwen2_folder: Path) -> Truth:
-    """The policy of the engines of ``build``, trained on the CPU in float32."""
-    return truth_of(policy, qwen2_folder)
 
 
 # ------------------------------------------------------------------------------------------------------- values
@@ -153,8 +139,8 @@ def test_fused_optimizers_clip_as_others_do(build: Build, truth: Truth) -> None:
     "layout",
     [
         "replicas",
-        "reduced each time",
         "sequences shared",
+        pytest.param("reduced each time", marks=slow),
         pytest.param("recomputed", marks=slow),  # a user's own blocks are, in another test
         pytest.param("gathered one by one", marks=slow),
     ],
@@ -176,7 +162,7 @@ def test_two_replicas_of_two_shards(build: Build, truth: Truth) -> None:
     truth.assert_weights(sharded.state_dict())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=slow), 2])
 def test_bfloat16_costs_no_more_than_plain_bfloat16_does(
     build: Build, workers: int, policy: Any, qwen2_folder: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Runs a file of tests once for each rank: ``python fork_ranks.py FILE SIZE FOLDER``.
+"""Runs files of tests once for each rank: ``python fork_ranks.py SIZE FOLDER FILE...``.
 
 The folder gets what each one says.
 
@@ -18,15 +18,15 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug  # noqa: F401  # nothing of rlcore: pytest wants to be the first to import that
 
 
-def run_rank(tests: Path, rank: int, size: int, folder: Path) -> int:
+def run_rank(tests: list[str], rank: int, size: int, folder: Path) -> int:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), TEST_STORE=str(folder / "store"))
     with (folder / f"rank{rank}").open("w") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    return int(pytest.main(["-v", "-x", "-p", "no:cacheprovider", str(tests)]))
+    return int(pytest.main(["-v", "-x", "-p", "no:cacheprovider", *tests]))
 
 
-def forked(tests: Path, rank: int, size: int, folder: Path) -> int:
+def forked(tests: list[str], rank: int, size: int, folder: Path) -> int:
     """Return the id of the process that runs a rank."""
     if child := os.fork():
         return child
@@ -40,7 +40,7 @@ def forked(tests: Path, rank: int, size: int, folder: Path) -> int:
         os._exit(status)
 
 
-def main(tests: Path, size: int, folder: Path) -> int:
+def main(size: int, folder: Path, tests: list[str]) -> int:
     running = {forked(tests, rank, size, folder) for rank in range(size)}
     while running:
         process, status = os.wait()
@@ -53,4 +53,4 @@ def main(tests: Path, size: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

@@ -75,18 +75,26 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-each_split = pytest.mark.parametrize(
-    ("cuts", "options"),
-    [*((CUTS[0], options) for options in OPTIONS), *zip(CUTS[1:], OPTIONS[1:], strict=True)],
-    ids=["plain", "entropy", "all", "entropy, a rank without tokens", "all, a rank without tokens"],
-)
+SPLITS = {
+    **{way: (CUTS[0], options) for way, options in zip(("plain", "entropy", "all"), OPTIONS, strict=True)},
+    "entropy, a rank without tokens": (CUTS[1], OPTIONS[1]),
+    "all, a rank without tokens": (CUTS[2], OPTIONS[2]),
+}
+each_split = pytest.mark.parametrize(("cuts", "options"), SPLITS.values(), ids=SPLITS)
 
 
 # -------------------------------------------------------------------------------------------- a split vocabulary
 
 
-@each_split
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(  # in float64 whatever is asked for, and rounded where all is
+    ("cuts", "options", "dtype"),
+    [
+        pytest.param(*split, dtype, id=f"{way}-{dtype}")
+        for way, split in SPLITS.items()
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        if dtype == torch.float64 or way.startswith("all")
+    ],
+)
 def test_log_probabilities_are_those_of_one_process(
     cuts: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -140,8 +148,13 @@ def random_tokens(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     return {"per_token": per_token, "token_weight": weight.abs() / T, "cu_seqlens": torch.tensor([0, 3, 3, 60, T])}
 
 
-@each_split
-@pytest.mark.parametrize("is_sequence_level", [False, True], ids=["tokens", "sequences"])
+@pytest.mark.parametrize(
+    ("cuts", "options", "is_sequence_level"),
+    [
+        *(pytest.param(*split, True, id=f"{way}-sequences") for way, split in SPLITS.items()),
+        pytest.param(*SPLITS["all"], False, id="all-tokens"),
+    ],
+)
 def test_losses_are_those_of_one_process(
     cuts: tuple[int, ...], options: dict[str, Any], is_sequence_level: bool
 ) -> None:
@@ -163,8 +176,11 @@ EACH = T // SIZE
 """Rows of a rank, where those of the hidden states are split as well."""
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "entropy", "all"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [*((options, torch.float64) for options in OPTIONS), (OPTIONS[2], torch.bfloat16)],
+    ids=["plain", "entropy", "all", "all, rounded"],
+)
 def test_hidden_states_may_be_split_by_rows(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Chunks end within a rank's rows, and where they end."""
     (hidden, *head), own = random_head(dtype), slice(RANK * EACH, (RANK + 1) * EACH)

@@ -65,9 +65,19 @@ def results(logits: Tensor, targets: Tensor, columns: slice, **options: Any) -> 
     return [*(x for x in found if x is not None), gradient[..., columns]]
 
 
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "entropy", "temperatures", "mask", "in place"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+WAYS = list(zip(["plain", "entropy", "temperatures", "mask", "in place"], OPTIONS, strict=True))
+
+
+@pytest.mark.parametrize(  # every two of a cut, a way and a dtype once
+    ("cuts", "options", "dtype"),
+    [
+        pytest.param(cuts, options, dtype, id=f"{cuts}-{way}-{dtype}")
+        for column, cuts in enumerate(CUTS)
+        for row, (way, options) in enumerate(WAYS)
+        for dtype in [DTYPES[(column + row) % 3]]
+    ],
+)
 def test_scores_and_gradients_are_those_of_one_process(
     cuts: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype
 ) -> None:

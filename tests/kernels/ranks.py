@@ -27,7 +27,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
         options = {"backend": "nccl", "device_id": DEVICE}
-    store = dist.FileStore(os.environ["TEST_STORE"], SIZE)
+    store = dist.FileStore(f"{os.environ['TEST_STORE']} of {request.module.__name__}", SIZE)
     dist.init_process_group(store=store, rank=RANK, world_size=SIZE, timeout=timedelta(seconds=180), **options)
     yield
     if not request.session.testsfailed:  # NCCL would wait for the other ranks, and nobody read what failed here

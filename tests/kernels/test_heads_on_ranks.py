@@ -11,24 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import LIMIT_S
+from tests.warm import LIMIT_S, TorchPopen
 
 LAUNCHER = Path(__file__).with_name("fork_ranks.py")
+TESTS = [str(LAUNCHER.with_name(name)) for name in ("ranked_heads.py", "ranked_logits.py")]
 
 
 @pytest.mark.parametrize(
-    ("tests", "device", "size"),
+    ("device", "size"),
     [
-        ("heads", "cpu", 3),
-        pytest.param("logits", "cpu", 2, marks=pytest.mark.slow),
-        ("logits", "cpu", 3),
-        pytest.param("heads", "cuda", 2, marks=pytest.mark.multigpu),
-        pytest.param("logits", "cuda", 2, marks=pytest.mark.multigpu),
+        ("cpu", 2),
+        pytest.param("cpu", 3, marks=pytest.mark.slow),
+        pytest.param("cuda", 2, marks=pytest.mark.multigpu),
     ],
 )
-def test_operators_over_ranks(tests: str, device: str, size: int, tmp_path: Path) -> None:
-    ranks = subprocess.Popen(
-        [sys.executable, str(LAUNCHER), str(LAUNCHER.with_name(f"ranked_{tests}.py")), str(size), str(tmp_path)],
+def test_operators_over_ranks(device: str, size: int, tmp_path: Path) -> None:
+    ranks = TorchPopen(
+        [sys.executable, str(LAUNCHER), str(size), str(tmp_path), *TESTS],
         env=os.environ | {"TEST_DEVICE": device, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -40,6 +39,6 @@ def test_operators_over_ranks(tests: str, device: str, size: int, tmp_path: Path
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
-    outputs = [output.read_text("utf-8") for output in sorted(tmp_path.glob("rank*"))]
+    outputs = [output.read_text("utf-8") for output in sorted(tmp_path.glob("rank?"))]
     assert ranks.returncode == 0, "\n".join([said, *outputs])
     assert len(outputs) == size and all(" passed" in output for output in outputs)

@@ -358,6 +358,7 @@ def functions_sent(value: Any) -> Iterator[FunctionType]:
             yield from functions_sent(cell.cell_contents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TERMS.keys() - DETACHED))
 def test_gradients_match_finite_differences(name: str) -> None:
     term, batch = TERMS[name][0](), padded_batch(per_token_advantage=True)

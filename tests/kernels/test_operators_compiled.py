@@ -18,6 +18,7 @@ from rlcore.kernels.token.logprob import TokenLogprobCall
 from rlcore.ops import linear_logprob, linear_loss, token_logprob
 from tests.accuracy import assert_as_accurate
 from tests.kernels.plain import assert_equal_in_float64, doubled
+from tests.warm import run_warm
 
 T, H, V = 24, 8, 50
 
@@ -223,14 +224,22 @@ def test_a_compiled_loss_function_is_compiled_inside_linear_loss() -> None:
     assert graphs.frame_count >= 1
 
 
-def test_graphs_break_alike_where_the_operators_were_imported_before_the_compiler(run_python: Any) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        (test_linear_loss_is_one_graph_break, test_linear_loss_in_a_full_graph_is_refused_with_what_to_do),
+        pytest.param((test_a_split_vocabulary_is_one_graph_break,), marks=pytest.mark.slow),
+    ],
+    ids=["heads", "ranks"],
+)
+def test_graphs_break_alike_where_the_operators_were_imported_before_the_compiler(chosen: tuple[Any, ...]) -> None:
     """In this file's own process the compiler comes first."""
-    result = run_python(
+    result = run_warm(
         "import sys, pytest\n"
         "import rlcore.kernels.linear.loss, rlcore.kernels.token.vocab_parallel\n"
         "assert 'torch._dynamo' not in sys.modules\n"
-        f"chosen = [{__file__!r}, '-k', 'one_graph_break or in_a_full_graph']\n"
+        f"chosen = {[f'{__file__}::{test.__name__}' for test in chosen]}\n"
         "sys.exit(pytest.main(['-q', '--assert=plain', '-p', 'no:cacheprovider', *chosen]))",
         cwd=Path(__file__).parents[2],
     )
-    assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and f"{len(chosen)} passed" in result.stdout, result.stdout + result.stderr

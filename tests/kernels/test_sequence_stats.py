@@ -70,7 +70,11 @@ def test_linear_loss_reports_means_of_sequences_that_its_chunks_cut(implementati
     assert all(found.stats[name] == plain.stats[name] for name in plain.stats)
 
 
-@pytest.mark.parametrize("term", [ppo_clip(), combine(ppo_clip(), kl(kind="r*k3", coef=0.1))], ids=["one", "combined"])
+@pytest.mark.parametrize(
+    "term",
+    [ppo_clip(), pytest.param(combine(ppo_clip(), kl(kind="r*k3", coef=0.1)), marks=pytest.mark.slow)],
+    ids=["one", "combined"],
+)
 def test_token_loss_reports_them_also_in_one_graph(term: Any) -> None:
     torch.compiler.reset()
     logprob = torch.linspace(-6, -1, T, dtype=torch.float64, requires_grad=True)

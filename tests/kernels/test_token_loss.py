@@ -114,7 +114,7 @@ def test_a_statistic_is_of_the_tokens_that_count_also_where_others_would_be_infi
     assert_equal_in_float64(stats["log_mean"], (advantages.log() * weight).sum() / weight.sum(), terms=40)
 
 
-@pytest.mark.parametrize("backend", ["none", "aot_eager"])
+@pytest.mark.parametrize("backend", ["none", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_token_of_weight_zero_contributes_nothing_even_if_it_holds_nan(backend: str) -> None:
     logprob, entropy, tokens = random_tokens(40)
     run = of(penalised(ppo_clip())) if backend == "none" else torch.compile(of(penalised(ppo_clip())), backend=backend)
@@ -175,14 +175,15 @@ def test_half_precision_is_widened_before_anything_is_computed() -> None:
     assert torch.equal(found[1], want[1].bfloat16())
 
 
-def with_terms_made_inside(logprob: Tensor, entropy: Tensor, **tokens: Any) -> LossOutput:
-    return token_loss(logprob, penalised(ppo_clip(dual_clip=2.0)), entropy=entropy, **tokens)
+def with_a_term_made_inside(logprob: Tensor, entropy: Tensor, **tokens: Any) -> LossOutput:
+    return token_loss(logprob, combine(ppo_clip(), entropy_bonus(coef=0.1)), entropy=entropy, **tokens)
 
 
 @pytest.mark.parametrize(
     "evaluated",
     [
-        pytest.param(with_terms_made_inside, id="tokens"),
+        pytest.param(with_a_term_made_inside, id="tokens"),
+        pytest.param(of(penalised(ppo_clip(dual_clip=2.0))), id="penalised tokens", marks=pytest.mark.slow),
         pytest.param(of(penalised(gspo())), id="sequences", marks=pytest.mark.slow),
     ],
 )

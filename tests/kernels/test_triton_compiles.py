@@ -81,9 +81,11 @@ KERNELS = PORTABLE | TILED | {
     ),
 }  # fmt: skip
 QUICK_ARCH = 90
+QUICK = {"statistics of rows", "merge of tiles", "advantages of groups"}
+"""A kernel of rows, one of what tiles leave, and one beside the operators on logits; most take a second and more."""
 QUICK_64 = "statistics of rows"
 CASES = [
-    pytest.param(name, arch, marks=() if arch == QUICK_ARCH else pytest.mark.slow)
+    pytest.param(name, arch, marks=() if arch == QUICK_ARCH and name in QUICK else pytest.mark.slow)
     for name in KERNELS
     for arch in ((90, 100) if name in TILED else (80, 90, 100))
 ]
@@ -155,8 +157,8 @@ def test_a_kernel_compiles_for_a_part_of_64_lanes_without_spills(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "loads", "stores"),
     [
-        ("copies", "ld.global.v4.b32", "st.global.v4.b32"),
-        ("copies of columns", "ld.global.v4.b32", "st.global.v4.b32"),
+        pytest.param("copies", "ld.global.v4.b32", "st.global.v4.b32", marks=pytest.mark.slow),
+        pytest.param("copies of columns", "ld.global.v4.b32", "st.global.v4.b32", marks=pytest.mark.slow),
         ("copies that cast", "ld.global.v4.b32", "st.global.v4.b32"),
     ],
 )

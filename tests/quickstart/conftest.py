@@ -1,14 +1,15 @@
-"""The smaller programs begin with torch imported."""
+"""The smaller programs begin with torch and transformers imported."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
-from tests.warm import run_warm
+from tests.warm import ENGINES, run_warm
 
 
 @pytest.fixture
 def run_python() -> Any:
-    return run_warm
+    return functools.partial(run_warm, modules=ENGINES)

@@ -45,9 +45,11 @@ def learn(train: rlcore.TrainEngine, batch: dict[str, torch.Tensor]) -> dict[str
     return train.train_batch(batch, decoupled_ppo())
 
 
+@pytest.mark.parametrize("steps", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
-    model: Path, train: rlcore.TrainEngine, tmp_path: Path
+    steps: int, model: Path, train: rlcore.TrainEngine, tmp_path: Path
 ) -> None:
+    """Twice two steps are too few to learn from; all else is the same."""
     train.build(devices="cpu")
     train.set_rate(1e-3)
     workflow = SingleTurn(sevens, {"n": 8, "max_tokens": 8})
@@ -60,7 +62,7 @@ def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
                 if half:
                     rollout.load_state_dict(train.load(tmp_path / "saved")["rollout"])
                 rollout.update_weights(train, version=rollout.version)
-                for step in range(6):
+                for step in range(steps):
                     batch = rollout.prepare_batch(ITEMS, timeout_s=120)
                     lag = rollout.version - batch["versions"][batch["loss_mask"]]
                     assert int(lag.min()) >= 0 and int(lag.max()) <= 1
@@ -71,10 +73,10 @@ def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
                     assert learn(train, batch)["num_tokens"] == int(batch["loss_mask"].sum())
                     rollout.update_weights(train)
                 train.save(tmp_path / "saved", {"rollout": rollout.state_dict()})
-                assert rollout.version == 6 * (half + 1) == infer.version
+                assert rollout.version == steps * (half + 1) == infer.version
                 assert rollout.stats.given == 4 * rollout.version and rollout.stats.tokens_discarded == 0
                 rollout.timeline.save(tmp_path / "timeline.json")
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    assert steps == 2 or sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
 
 
 @pytest.mark.slow

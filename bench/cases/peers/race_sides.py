@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from rlcore.bench.cases.models import LEARNING_RATE, learner
 from rlcore.bench.cases.peers.race import PHASES, RaceLoad
-from rlcore.bench.cases.timing import PhaseTimes
+from rlcore.bench.cases.timing import PeakWatch, PhaseTimes
 from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
@@ -40,15 +39,11 @@ class Stopwatch:
         self._times = PhaseTimes(device, PHASES)
         self.phase = self._times.phase
         self._started = 0.0
-        self.peak_bytes = 0
-        self._is_over = threading.Event()
-        self._poller = threading.Thread(target=self._poll, daemon=True)
-        self._poller.start()
+        self._memory = PeakWatch(self._used_bytes, _POLL_S)
 
-    def _poll(self) -> None:
-        while not self._is_over.wait(_POLL_S):
-            memory = self._device.memory.info()
-            self.peak_bytes = max(self.peak_bytes, memory.total_bytes - memory.free_bytes)
+    def _used_bytes(self) -> int:
+        memory = self._device.memory.info()
+        return memory.total_bytes - memory.free_bytes
 
     def begin(self) -> None:
         self._device.synchronize()
@@ -70,12 +65,10 @@ class Stopwatch:
         times = {
             "seconds": self.steps[1:],
             "phases": {name: spent[1:] for name, spent in self.phases.items()},
-            "peak_bytes": self.peak_bytes,
+            "peak_bytes": self._memory.end(),
             "parity": parity,
         }
         path.write_text(json.dumps(times))
-        self._is_over.set()
-        self._poller.join()  # one that is in a driver when Python ends would abort the program
 
 
 def _reward(text: str) -> float:

@@ -7,16 +7,16 @@ cache and goes on with the weights that are there then; each token's version is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.hf.decoding import BatchDecoder, Decoded
-from rlcore.engines.sampling.hf.sampler import sample_keys
 from rlcore.engines.sampling.hf.schedule import SampleRequest
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt, seeds_of_each
-from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
+from rlcore.engines.sampling.prompts import Prompt
+from rlcore.engines.sampling.request_queue import PausableQueue
+from rlcore.engines.sampling.seeds import sample_keys, seeds_of_each
 
 _MOST_BATCHES = 4
 """Batches that are decoded by turns. What comes later waits for one to end, and is then one batch: a step of a larger
@@ -48,8 +48,8 @@ class _RunningBatch:
         return len(self.samples) * longest
 
 
-class DecodingQueue:
-    """Keeps requests until they are collected.
+class DecodingQueue(PausableQueue):
+    """Makes a token of what runs at each step.
 
     Args:
         read: returns the token ids of prompts; raises for those that it refuses.
@@ -66,12 +66,11 @@ class DecodingQueue:
         limits: Callable[[], tuple[int, int]],
         completion: Callable[[Decoded], Completion],
     ) -> None:
+        super().__init__()
         self._read, self._decoder, self._limits, self._completion = read, decoder, limits, completion
         self._requests: dict[int, _UnfinishedRequest] = {}
         self._waiting: list[SampleRequest] = []
         self._running: list[_RunningBatch] = []
-        self._done: dict[int, RequestOutput] = {}
-        self._is_paused = False
         self._fits = 0, 0
 
     def submit(self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -97,33 +96,23 @@ class DecodingQueue:
             self._step(version)
             if time.monotonic() >= deadline:
                 break
-        done, self._done = self._done, {}
-        return done
+        return self._collected()
 
-    def abort(self, numbers: Sequence[int] | None) -> int:
-        """Cancel these requests, or all for None; return how many had not ended."""
-        chosen = set(self._requests if numbers is None else numbers) & self._requests.keys()
-        for number in chosen:
+    @property
+    def _unfinished(self) -> Collection[int]:
+        return self._requests
+
+    def _cancel(self, numbers: Collection[int]) -> None:
+        for number in numbers:
             del self._requests[number]
-        self._waiting = [one for one in self._waiting if one.request not in chosen]
+        self._waiting = [one for one in self._waiting if one.request not in numbers]
         for running in self._running:
-            running.decoder.drop([at for at, one in enumerate(running.samples) if one.request in chosen])
+            running.decoder.drop([at for at, one in enumerate(running.samples) if one.request in numbers])
         self._running = [running for running in self._running if not running.decoder.is_done]
-        for number in list(self._done) if numbers is None else numbers:
-            self._done.pop(number, None)
-        return len(chosen)
 
-    def pause(self, mode: PauseMode, version: int) -> None:
-        """Make no further step; "abort" cancels all requests, "wait" finishes them first."""
-        check_pause_mode(mode)
-        if mode == "abort":
-            self.abort(None)
-        while mode == "wait" and self._requests:
+    def _finish(self, version: int) -> None:
+        while self._requests:
             self._step(version)
-        self._is_paused = True
-
-    def resume(self) -> None:
-        self._is_paused = False
 
     def drop_caches(self) -> None:
         """Free all caches: completions that have not ended begin anew."""

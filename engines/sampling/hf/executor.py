@@ -25,8 +25,9 @@ from rlcore.engines.sampling.hf.decoding_queue import DecodingQueue
 from rlcore.engines.sampling.hf.schedule import SampleRequest, batches, expand
 from rlcore.engines.sampling.model_folder import ModelFolder, check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt, PromptReader, seeds_of_each
+from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.request_queue import PauseMode
+from rlcore.engines.sampling.seeds import seeds_of_each
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.target import ModuleTarget, load_by_name
 from rlcore.errors import (

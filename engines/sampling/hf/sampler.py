@@ -10,8 +10,6 @@ Legend: B = rows, V = vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -22,20 +20,6 @@ from rlcore.kernels.token.nucleus import keep_mask
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-
-def sample_keys(prompt: Sequence[int], *, seed: int, n: int) -> list[int]:
-    """Return a 64-bit key for each of n samples of a prompt.
-
-    The prompt is part of the key, so that one seed for many prompts gives each its own random numbers.
-    """
-    request = hashlib.blake2b(array("q", [seed, *prompt]).tobytes(), digest_size=8)
-    keys = []
-    for index in range(n):
-        sample = request.copy()
-        sample.update(array("q", [index]).tobytes())
-        keys.append(int.from_bytes(sample.digest(), "little", signed=True))
-    return keys
 
 
 def uniform(key_B: Tensor, position: int) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlcore.engines.sampling.hf.sampler import sample_keys
 from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.seeds import sample_keys
 
 
 @dataclass(frozen=True, slots=True)

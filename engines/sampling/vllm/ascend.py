@@ -118,18 +118,12 @@ def allocations(tag: str) -> list[VllmAllocation]:
     return found
 
 
-def map_memory(allocation: VllmAllocation) -> None:
-    from vllm_ascend.device_allocator.camem import create_and_map
+def set_mapped(allocation: VllmAllocation, is_mapped: bool) -> None:
+    """Map memory at the address it had, or give it to the driver."""
+    from vllm_ascend.device_allocator.camem import create_and_map, unmap_and_release
 
-    create_and_map(allocation.handle)
-    allocation.is_asleep = False
-
-
-def unmap_memory(allocation: VllmAllocation) -> None:
-    from vllm_ascend.device_allocator.camem import unmap_and_release
-
-    unmap_and_release(allocation.handle)
-    allocation.is_asleep = True
+    (create_and_map if is_mapped else unmap_and_release)(allocation.handle)
+    allocation.is_asleep = not is_mapped
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:

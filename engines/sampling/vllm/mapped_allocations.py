@@ -43,10 +43,8 @@ class MappedAllocation:
 
     def resize_(self, nbytes: int) -> None:
         """0 gives the unused memory to the driver; any other number takes as much as there was."""
-        if nbytes and self._allocation.is_asleep:
-            _memory().map_memory(self._allocation)
-        elif not nbytes and not self._allocation.is_asleep:
-            _memory().unmap_memory(self._allocation)
+        if bool(nbytes) == self._allocation.is_asleep:
+            _memory().set_mapped(self._allocation, bool(nbytes))
 
 
 @bytes_of.register

@@ -303,18 +303,12 @@ def _allocator() -> VllmAllocator | None:
     return allocator
 
 
-def map_memory(allocation: VllmAllocation) -> None:
-    from vllm.device_allocator.cumem import create_and_map
+def set_mapped(allocation: VllmAllocation, is_mapped: bool) -> None:
+    """Map memory at the address it had, or give it to the driver."""
+    from vllm.device_allocator.cumem import create_and_map, unmap_and_release
 
-    create_and_map(allocation.handle)
-    allocation.is_asleep = False
-
-
-def unmap_memory(allocation: VllmAllocation) -> None:
-    from vllm.device_allocator.cumem import unmap_and_release
-
-    unmap_and_release(allocation.handle)
-    allocation.is_asleep = True
+    (create_and_map if is_mapped else unmap_and_release)(allocation.handle)
+    allocation.is_asleep = not is_mapped
 
 
 storage_at = _torch_private.storage_at

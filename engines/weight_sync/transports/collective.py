@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rlcore.engines.weight_sync.channels.peers import Call, SyncPeers, at_once
+from rlcore.engines.weight_sync.channels.peers import Call, at_once
 from rlcore.engines.weight_sync.messages import Packing, Reception, Sending
-from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, Surroundings, TimeLeft
-from rlcore.engines.weight_sync.transports.packed import StagingTransport, encode
+from rlcore.engines.weight_sync.transports.base import TimeLeft
+from rlcore.engines.weight_sync.transports.group_transport import GroupTransport
+from rlcore.engines.weight_sync.transports.packed import encode
 
 
-class CollectiveTransport(StagingTransport):
+class CollectiveTransport(GroupTransport):
     """Every sender and receiver is in a process and on a device of its own. No memory is shared.
 
     A bucket goes once to each other machine. One of its receivers there takes it, by turns, and passes it on to the
@@ -21,30 +22,16 @@ class CollectiveTransport(StagingTransport):
     """
 
     route = "collective"
-
-    def __init__(
-        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
-    ) -> None:
-        super().__init__(senders, receivers, meet, around)
-        self._timeout_s = 0.0
+    are_receivers_members = True
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
-        if self.store is not None and self._timeout_s < left():
-            return 0
-        self.close(left)
-        self.store, self._timeout_s = self._meet(), PATIENCE * left()
-        size = len(self._senders) + len(self._receivers)
-        has_kinds = len(self._around.kinds) > 1  # no library of devices joins them
-        join = [(self.rendezvous, rank, size, self._timeout_s, has_kinds) for rank in range(size)]
-        self._beside("join", join[: len(self._senders)], "join", join[len(self._senders) :], left())
+        # no library of devices joins several kinds
+        self._form_group(left, is_on_host=len(self._around.kinds) > 1)
         return 0
 
-    def close(self, left: TimeLeft) -> None:
-        if self.store is not None:
-            self._senders.call("leave", [(self.rendezvous,)] * len(self._senders), left())
-            self._receivers.call("leave", None, left())
-            self.store.remove()
-            self.store = None
+    def _join(self, calls: list[Call], left: TimeLeft) -> None:
+        first = len(self._senders)
+        self._beside("join", calls[:first], "join", calls[first:], left())
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: TimeLeft) -> int:
         steps = self._steps(round_id, digests, is_checked)

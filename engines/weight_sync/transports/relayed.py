@@ -19,40 +19,24 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from rlcore.engines.weight_sync.channels.peers import SyncPeers
 from rlcore.engines.weight_sync.messages import Packing, Relaying
-from rlcore.engines.weight_sync.transports.base import PATIENCE, MeetingPlace, Surroundings, TimeLeft
+from rlcore.engines.weight_sync.transports.base import TimeLeft
+from rlcore.engines.weight_sync.transports.group_transport import GroupTransport
 from rlcore.engines.weight_sync.transports.packed import SharedSlotsTransport, SlotStep, encode
 
 
-class RelayedTransport(SharedSlotsTransport):
+class RelayedTransport(GroupTransport, SharedSlotsTransport):
     """Every trainer rank is in a process group; each receiver opens the memory of some."""
 
     route = "relayed"
-
-    def __init__(
-        self, senders: SyncPeers, receivers: SyncPeers, meet: Callable[[], MeetingPlace], around: Surroundings
-    ) -> None:
-        super().__init__(senders, receivers, meet, around)
-        self._timeout_s = 0.0
+    are_receivers_members = False
 
     def _connect(self, slot_bytes: int, left: TimeLeft) -> int:
-        if self.store is None or self._timeout_s >= left():
-            self.close(left)
-            self.store, self._timeout_s = self._meet(), PATIENCE * left()
-            size = len(self._senders)
-            calls = [(self.rendezvous, rank, size, self._timeout_s, False) for rank in range(size)]
-            self._senders.call("join", calls, left())
+        self._form_group(left, is_on_host=False)
         return super()._connect(slot_bytes, left)
 
     def _exchange_events(self, left: TimeLeft) -> bool:
         return False  # a slot is filled by its own rank or by another: each waits for its own device
-
-    def close(self, left: TimeLeft) -> None:
-        if self.store is not None:
-            self._senders.call("leave", [(self.rendezvous,)] * len(self._senders), left())
-            self.store.remove()
-            self.store = None
 
     def _schedule(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool]) -> list[SlotStep]:
         rows = self._steps(round_id, digests, is_checked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlcore.arguments import COUNT
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError, UnsupportedError
 
@@ -104,10 +105,10 @@ class PPOActorConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.ppo_n_minibatches < 1 or self.group_size < 1:
+        if not (COUNT.has(self.ppo_n_minibatches) and COUNT.has(self.group_size)):
             raise InvalidInputError(
-                "actor.ppo_n_minibatches and actor.group_size must be at least 1, "
-                f"got {self.ppo_n_minibatches} and {self.group_size}"
+                "actor.ppo_n_minibatches and actor.group_size must be whole numbers of at least 1, "
+                f"got {self.ppo_n_minibatches!r} and {self.group_size!r}"
             )
 
 
@@ -150,6 +151,10 @@ class FinetuneSpec:
     total_train_epochs: int
     dataset_size: int
     train_batch_size: int
+
+    def __post_init__(self) -> None:
+        if not all(map(COUNT.has, (self.total_train_epochs, self.dataset_size, self.train_batch_size))):
+            raise InvalidInputError(f"a FinetuneSpec takes whole numbers of at least 1, got {self}")
 
     @property
     def steps_per_epoch(self) -> int:

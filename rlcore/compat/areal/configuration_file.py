@@ -8,8 +8,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from rlcore.arguments import did_you_mean
-from rlcore.errors import InvalidInputError, MissingDependencyError
+from rlcore.arguments import LIST, did_you_mean
+from rlcore.errors import InvalidInputError, MissingDependencyError, one_line
 
 IGNORED = ("cluster", "launcher", "sglang", "vllm", "server", "saver", "checkpointer", "evaluator", "stats_logger")
 """Sections of a configuration that say how AReaLite starts servers and writes files."""
@@ -19,24 +19,27 @@ def load_expr_config(argv: Sequence[str], config_class: type[Any]) -> tuple[Any,
     """Read ``--config FILE.yaml key.key=value ...``; return the configuration and the file's name.
 
     Raises:
-        InvalidInputError: an unknown field (names the nearest), or a value of another type.
+        InvalidInputError: the file cannot be read, or is no YAML; an unknown field (names the nearest); a value of
+            another type.
     """
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingDependencyError("pyyaml", needed_for="a configuration in YAML", extra="hf") from error
-    if list(argv[:1]) != ["--config"] or len(argv) < 2:
-        raise InvalidInputError(f"load_expr_config() takes --config FILE.yaml and then key=value, got {list(argv)!r}")
-    values = yaml.safe_load(Path(argv[1]).read_text("utf-8")) or {}
-    for override in argv[2:]:
-        name, equals, text = override.partition("=")
-        if not equals:
+    if not LIST.has(argv) or len(argv) < 2 or argv[0] != "--config":
+        raise InvalidInputError(f"load_expr_config() takes --config FILE.yaml and then key=value, got {argv!r:.200}")
+    try:
+        values = yaml.safe_load(Path(argv[1]).read_text("utf-8")) or {}
+        overrides = [(override, yaml.safe_load(override.partition("=")[2])) for override in argv[2:]]
+    except OSError as error:
+        raise InvalidInputError(f"cannot read the configuration {argv[1]}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{argv[1]}, or an override of it, is no YAML: {one_line(error)}") from error
+    for override, value in overrides:
+        name, equals, _ = override.partition("=")
+        if not (name and equals):
             raise InvalidInputError(f"an override must be key=value, got {override!r}")
-        *sections, last = name.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[last] = yaml.safe_load(text)
+        _put(values, name, value)
     config = _filled(config_class, values, "")
     rollout, actor = getattr(config, "rollout", None), getattr(config, "actor", None)
     if rollout is not None and actor is not None and not rollout.model_path:
@@ -44,10 +47,20 @@ def load_expr_config(argv: Sequence[str], config_class: type[Any]) -> tuple[Any,
     return config, argv[1]
 
 
+def _put(values: Any, name: str, value: Any) -> None:
+    """Set the field ``name``, such as "actor.path"; sections that are not there are made."""
+    *sections, last = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {}) if isinstance(values, dict) else None
+    if not isinstance(values, dict):
+        raise InvalidInputError(f"an override must be of a field; {name} has no section above it")
+    values[last] = value
+
+
 def _filled(kind: Any, values: Any, at: str) -> Any:
     """Return a dataclass of these values, which are checked by name and type."""
     if not isinstance(values, Mapping):
-        raise InvalidInputError(f"{at or 'a configuration'} must be a mapping, got {values!r:.100}")
+        raise InvalidInputError(f"{at.rstrip('.') or 'a configuration'} must be a mapping, got {values!r:.100}")
     hints = get_type_hints(kind)
     names = [one.name for one in fields(kind)]
     found = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlcore
+from rlcore.arguments import kind_of, takes
 from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
 from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
 from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
@@ -67,6 +68,7 @@ class RemoteInfEngine:
 
     _servers: dict[str, _Server] = {}  # noqa: RUF012 (shared by all clients on purpose)
 
+    @takes("RemoteInfEngine", config=kind_of("an InferenceEngineConfig", InferenceEngineConfig))
     def __init__(self, config: InferenceEngineConfig) -> None:
         self.config = config
         self._eval_version: int | None = None

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.arguments import kind_of, takes
 from rlcore.compat.areal.configuration import FinetuneSpec, OptimizerConfig, PPOActorConfig
 from rlcore.compat.areal.inference_engine import WeightUpdateMeta
-from rlcore.errors import StateError, UnsupportedError
+from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import decoupled_ppo, discounted_return, masked_whiten, ppo_clip
@@ -25,6 +27,7 @@ from rlcore.quickstart.pretrained import model_class
 class FSDPPPOActor:
     """AReaLite's actor: a ``TrainEngine`` with PPO's advantages and updates; also its reference model."""
 
+    @takes("FSDPPPOActor", config=kind_of("a PPOActorConfig", PPOActorConfig))
     def __init__(self, config: PPOActorConfig) -> None:
         self.config = config
         self._version = 0
@@ -34,6 +37,7 @@ class FSDPPPOActor:
         """Build the train engine of ``config.path``."""
         if addr is not None:
             raise UnsupportedError(f"initialize(addr={addr!r})", "workers are started by rlcore.TrainEngine.build")
+        check_model_folder(self.config.path)
         with rlcore.meta_device():
             module = _actor_class(Path(self.config.path), self.config.optimizer).from_pretrained(self.config.path)
         self._engine = rlcore.TrainEngine(module).build(**self.config.options)
@@ -82,6 +86,7 @@ class FSDPPPOActor:
 
     def compute_advantages(self, batch: dict[str, Tensor]) -> None:
         """Add ``advantages``, ``kl_rewards`` and ``tot_rewards`` [N, L] to the batch, by AReaLite's formulas."""
+        _expect(batch, "rewards", "logprobs", "loss_mask")
         own = self.config
         reward_N = (batch["rewards"] + own.reward_bias) * own.reward_scaling
         reward_N = reward_N.clip(-own.reward_clip, own.reward_clip)
@@ -103,6 +108,7 @@ class FSDPPPOActor:
 
     def ppo_update(self, batch: Mapping[str, Tensor]) -> list[dict[str, float]]:
         """Take ``ppo_n_minibatches`` optimizer steps; return the metrics of each."""
+        _expect(batch, "logprobs", "advantages")
         own, entries = self.config, _for_engine(batch) | {"advantages": batch["advantages"]}
         proximal = own.use_decoupled_loss or own.recompute_logprob
         entries["old_logprobs"] = batch["prox_logp" if proximal else "logprobs"]
@@ -162,7 +168,13 @@ def _actor_class(path: Path, optimizer: OptimizerConfig) -> Any:
     return type("ArealActor", (HuggingFaceTrainModule, model_class(path)), members)
 
 
+def _expect(batch: Mapping[str, Tensor], *names: str) -> None:
+    if lacking := [name for name in names if name not in batch]:
+        raise InvalidInputError(f"the batch needs {', '.join(names)}; {', '.join(lacking)} is missing")
+
+
 def _for_engine(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    _expect(batch, "input_ids", "attention_mask", "loss_mask")
     return {
         "input_ids": batch["input_ids"],
         "attention_mask": batch["attention_mask"].bool(),

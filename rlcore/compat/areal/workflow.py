@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.arguments import Kind, kind_of, takes
 from rlcore.compat.areal.batches import padded
 from rlcore.compat.areal.configuration import GenerationHyperparameters
 from rlcore.errors import InvalidInputError, UnsupportedError
@@ -81,6 +82,11 @@ class RLVRWorkflow(RolloutWorkflow):
     ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data) -> float``.
     """
 
+    @takes(
+        "RLVRWorkflow",
+        reward_fn=Kind("a function", callable),
+        gconfig=kind_of("GenerationHyperparameters", GenerationHyperparameters),
+    )
     def __init__(
         self,
         reward_fn: Callable[..., float],

@@ -10,7 +10,7 @@ from rlcore.engines.launchers.base import Host
 from rlcore.engines.launchers.ray.hosts import hosts_of
 from rlcore.engines.launchers.ray.placement import Wishes, assign
 from rlcore.errors import DeviceError, InvalidInputError
-from tests.conftest import RunPython
+from tests.warm import run_warm
 
 A = Host(name="a", address="10.0.0.1", counts={"cuda": 4, "cpu": 8})
 B = Host(name="b", address="10.0.0.2", counts={"cuda": 2, "cpu": 8})
@@ -149,8 +149,8 @@ def test_hosts_are_the_living_nodes_under_names_of_their_own() -> None:
     assert hosts_of([node("rack/7")])[0][0].name == "rack-7", "a / ends the host in names of devices"
 
 
-def test_without_ray_the_extra_is_named(run_python: RunPython) -> None:
-    blocked = run_python(
+def test_without_ray_the_extra_is_named() -> None:
+    blocked = run_warm(
         "import sys; sys.modules['ray'] = None\n"
         "import rlcore\n"
         "try:\n"

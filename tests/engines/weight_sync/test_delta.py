@@ -282,7 +282,7 @@ def test_changes_since_a_round_that_is_not_here_are_refused(ends: Ends) -> None:
     ends.step()
     ends.receiver._receiver._round.held_round += 1
     with (
-        mock.patch("rlcore.engines.weight_sync.session._Round._why_no_base", return_value=""),
+        mock.patch("rlcore.engines.weight_sync.session.why_no_base", return_value=""),
         pytest.raises(SyncError, match=r"changes since the weights of round \d+ came to a receiver that does not have"),
     ):
         ends.send()

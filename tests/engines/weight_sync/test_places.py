@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlcore.engines.weight_sync.messages import decoded
 from rlcore.engines.weight_sync.transports.reach import Sample, SampleMemory, are_samples_needed, why_unreached
 from rlcore.registry import get_device
 from tests.hosts import ROOT, StartHosts, start_hosts
+from tests.warm import warm
 
 __all__ = ["start_hosts"]  # a fixture
 
@@ -76,7 +76,7 @@ def test_processes_that_see_no_folder_together_take_a_group(
         arguments = far_end(which, address=free_address, rounds=[{}, REFUSED, {}], kind="another")
         environment = {"RLCORE_RUNTIME": runtime, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         program = subprocess.Popen(
-            [sys.executable, *arguments],
+            [*warm(), *arguments],
             env=os.environ | environment,
             cwd=tmp_path / which,
             stdout=subprocess.PIPE,

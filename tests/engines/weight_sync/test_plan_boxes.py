@@ -191,7 +191,7 @@ def test_parts_of_real_ranks(tmp_path: Path) -> None:
     """Torch's FSDP2 over tensor parallelism on four processes: its local parts, plans and checkpoints are right."""
     ranks, launcher = Path(__file__).with_name("ranked_boxes.py"), Path(fork_ranks.__file__)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, str(launcher), str(ranks), "4", str(tmp_path)]
+    command = [sys.executable, str(launcher), "4", str(tmp_path), str(ranks)]
     ended = subprocess.run(command, env=environment, cwd=ranks.parents[3], timeout=300, check=False)
     said = "\n".join(file.read_text() for file in sorted(tmp_path.glob("rank?")))
     assert ended.returncode == 0, said

@@ -28,6 +28,7 @@ from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
+from tests.warm import TorchPopen
 
 SHAPES = {"0.weight": (30, 40), "0.bias": (30,), "1.weight": (3, 30)}
 
@@ -37,7 +38,7 @@ class Other:
 
     def __init__(self, path: Path, *arguments: str, **environment: str) -> None:
         script = Path(__file__).with_name("unrelated_receiver.py")
-        self.process = subprocess.Popen(
+        self.process = TorchPopen(
             [sys.executable, str(script), str(path), *arguments],
             stdout=subprocess.PIPE,
             text=True,

@@ -14,7 +14,7 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 from rlcore.devices.cpu.device import CpuDevice, CpuMemory
 from rlcore.devices.cpu.sharing import CpuSharing
 from rlcore.devices.ipc.sharing import SharedMemory
-from rlcore.engines.weight_sync import session as session_module
+from rlcore.engines.weight_sync import agreement
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
@@ -135,8 +135,8 @@ def test_no_other_route_shares_its_memory(world: World) -> None:
 
 
 def test_buffers_of_the_host_are_no_larger_than_containers_allow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "_SMALLEST_STAGING_BYTES", 1024)
-    monkeypatch.setattr(session_module, "_HOST_STAGING_BYTES", 2048)
+    monkeypatch.setattr(agreement, "_SMALLEST_STAGING_BYTES", 1024)
+    monkeypatch.setattr(agreement, "_HOST_STAGING_BYTES", 2048)
     world.sync(route="packed", staging_bytes=None)
     (export,) = world.exports()
     assert export.storage_bytes == 2 * 2048

@@ -36,14 +36,11 @@ class Allocator:
     def allocations(self, tag: str) -> list[Any]:
         return [one for one in self.found if one.tag == tag]
 
-    def unmap_memory(self, allocation: Any) -> None:
-        self.calls.append("unmap")
-        self.memory[allocation.handle[2]].fill_(255)
-        allocation.is_asleep = True
-
-    def map_memory(self, allocation: Any) -> None:
-        self.calls.append("map")
-        allocation.is_asleep = False
+    def set_mapped(self, allocation: Any, is_mapped: bool) -> None:
+        self.calls.append("map" if is_mapped else "unmap")
+        if not is_mapped:
+            self.memory[allocation.handle[2]].fill_(255)
+        allocation.is_asleep = not is_mapped
 
     def storage_at(self, address: int, device: torch.device, nbytes: int) -> Any:
         start, memory = next((start, one) for start, one in self.memory.items() if 0 <= address - start < one.numel())
@@ -104,17 +101,17 @@ def test_what_is_kept_outlives_a_release(allocator: Allocator) -> None:
 def test_what_finds_no_memory_stays_away_whole(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     group = made(allocator)
     group.meta()
-    map_memory = allocator.map_memory
+    set_mapped = allocator.set_mapped
 
-    def fails_at_last(allocation: Any) -> None:
-        if allocator.calls.count("map") == len(SIZES) - 1:
+    def fails_at_last(allocation: Any, is_mapped: bool) -> None:
+        if is_mapped and allocator.calls.count("map") == len(SIZES) - 1:
             raise RuntimeError("out of memory")
-        map_memory(allocation)
+        set_mapped(allocation, is_mapped)
 
-    monkeypatch.setattr(allocator, "map_memory", fails_at_last)
+    monkeypatch.setattr(allocator, "set_mapped", fails_at_last)
     with pytest.raises(DeviceError, match="has no memory for 65536 bytes that come back: out of memory"):
         group.onload()
     assert (group.device_bytes, group.is_away) == (0, True)
-    monkeypatch.setattr(allocator, "map_memory", map_memory)
+    monkeypatch.setattr(allocator, "set_mapped", set_mapped)
     group.onload()
     assert group.device_bytes == sum(SIZES)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.device import Device
+from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
+from rlcore.engines.executors.shared_sequences import loss_of_shared_sequences
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
-from rlcore.engines.fsdp2.micro_batch import MicroBatch, micro_batches, on_device
-from rlcore.engines.fsdp2.sharding import sequence_group
-from rlcore.engines.fsdp2.shared_sequences import loss_of_shared_sequences
-from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch
 from rlcore.errors import InvalidInputError, RlcoreError, StateError
 from rlcore.evaluation_mode import evaluation_mode
 from rlcore.kernels.linear.logprob import linear_logprob
 from rlcore.kernels.linear.loss import linear_loss
-from rlcore.kernels.losses.interface import LossOutput, sequence_level
+from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
@@ -34,22 +30,13 @@ _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
 
 
-def train_step(
-    module: TrainModule,
-    device: Device,
-    batch: RankBatch,
-    loss_fn: Callable[..., Any],
-    *,
-    options: StepOptions,
-    strategy: ShardingStrategy | None = None,
-) -> dict[str, float]:
+def train_step(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> dict[str, float]:
     """Compute gradients of the whole batch, clip them, step every optimizer and scheduler, then zero gradients.
 
     All ranks call this together, each with its own part of the batch.
 
     Args:
-        device: the rlcore device; its profiler names the phases.
-        strategy: how the module lies over the ranks; None is ``Fsdp2Strategy``, which suits any module on one device.
+        strategy: the module, and how it lies over the ranks.
 
     Returns:
         ``loss``, ``grad_norm``, ``lr/<optimizer>`` and the statistics of the loss, the same on all ranks.
@@ -58,17 +45,17 @@ def train_step(
         StateError: the module has no optimizer.
         RlcoreError: the gradient norm is not finite; no step was taken.
     """
+    module, device = strategy.module, strategy.device
     optimizers = optimizers_of(module)
     if not optimizers:
         raise StateError(
             f"train_batch needs an optimizer, and {type(module).__name__} has none; "
             "set one as an attribute in on_weights_materialized(), such as self.optimizer = torch.optim.AdamW(...)"
         )
-    strategy = strategy or Fsdp2Strategy(module, device)
     reading: list[Callable[[], dict[str, float]]] = []
     try:
         with strategy.computing():
-            metrics = _accumulate(module, device, batch, loss_fn, options, strategy=strategy)
+            metrics = _accumulate(strategy, batch, loss_fn, options)
 
         def seen(norm: Tensor) -> None:
             reading.append(_begin_reading(metrics.joined() | {"grad_norm": norm}, device))
@@ -104,60 +91,45 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
     return read
 
 
-def _accumulate(
-    module: TrainModule,
-    device: Device,
-    batch: RankBatch,
-    loss_fn: Callable[..., Any],
-    options: StepOptions,
-    *,
-    strategy: ShardingStrategy,
-) -> _Metrics:
-    metrics, phase = _Metrics(), device.profiler.range
-    parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
-    for number, micro_batch in enumerate(parts, start=1):
+def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
+    metrics, phase = _Metrics(), strategy.device.profiler.range
+    for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
         with phase("train_batch: forward and loss"):
-            loss, (stats, weight) = strategy.forward(partial(_scored_loss, module, micro_batch, loss_fn, options))
+            loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, loss_fn, options))
         with phase("train_batch: backward"):
             strategy.backward(loss, is_last=number == batch.num_micro_batches)
         metrics.add(loss.detach(), stats, weight)
     return metrics
 
 
-def _scored_loss(
-    module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
-) -> tuple[Tensor, tuple[Mapping[str, Tensor], Tensor]]:
-    """Return what ``ShardingStrategy.forward`` takes: the loss of ``_loss``, its statistics, and its weight."""
-    output, weight = _loss(module, micro_batch, loss_fn, options)
-    return output.loss, (output.stats, weight)
+def _trained(strategy: ShardingStrategy, batch: RankBatch, options: LossOptions) -> Iterator[MicroBatch]:
+    counts_T, device = batch.packed[WEIGHT] != 0, strategy.device.torch_device
+    return micro_batches(batch, counts_T, options.max_tokens_per_micro_batch, device)
 
 
 def _loss(
-    module: TrainModule, micro_batch: MicroBatch, loss_fn: Callable[..., Any], options: LossOptions
-) -> tuple[LossOutput, Tensor]:
-    """Return the loss of this rank's rows of a micro-batch, and the sum of their token weights."""
-    hidden_SH = _scoring(module, micro_batch)
-    head = module.output_head()  # by now gathered, if it is sharded
-    group = sequence_group(module)
+    strategy: ShardingStrategy, micro_batch: MicroBatch, loss_fn: LossFn, options: LossOptions
+) -> tuple[Tensor, tuple[Mapping[str, Tensor], Tensor]]:
+    """Return the loss of this rank's rows of a micro-batch, with its statistics and the sum of the token weights."""
+    hidden_SH = _scoring(strategy.module, micro_batch)
+    head = strategy.module.output_head()  # by now gathered, if it is sharded
+    group = strategy.sequence_group
     if group is not None and isinstance(loss_fn, sequence_level):
         return loss_of_shared_sequences(hidden_SH, head, micro_batch, loss_fn, options=options, group=group)
     per_token = {name: value_R[micro_batch.own] for name, value_R in micro_batch.per_token.items()}
     weight_S = per_token.pop(WEIGHT)
-    output = linear_loss(
+    loss, stats = linear_loss(
         hidden_SH,
-        head.weight,
-        micro_batch.targets_S,
-        loss_fn,
+        targets=micro_batch.targets_S,
+        loss_fn=loss_fn,
         per_token=per_token,
         token_weight=weight_S,
         cu_seqlens=micro_batch.cu_rows,
         with_entropy=options.with_entropy,
-        bias=head.bias,
         temperature=options.temperature,
-        softcap=head.softcap,
-        logit_scale=head.logit_scale,
+        **head._asdict(),
     )
-    return output, weight_S.sum()
+    return loss, (stats, weight_S.sum())
 
 
 def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
@@ -172,31 +144,15 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(
-    module: TrainModule,
-    device: Device,
-    batch: RankBatch,
-    loss_fn: Callable[..., Any],
-    options: LossOptions,
-    *,
-    strategy: ShardingStrategy | None = None,
-) -> dict[str, float]:
+def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    metrics, strategy = _Metrics(), strategy or Fsdp2Strategy(module, device)
-    parts = micro_batches(batch, batch.packed[WEIGHT] != 0, options.max_tokens_per_micro_batch, device.torch_device)
-    with _evaluating(module, strategy):
-        for micro_batch in parts:
-            with device.profiler.range("eval_batch: forward and loss"):
-                loss, (stats, weight) = strategy.forward(partial(_scored_loss, module, micro_batch, loss_fn, options))
+    metrics = _Metrics()
+    with evaluation_mode(strategy.module), strategy.computing():
+        for micro_batch in _trained(strategy, batch, options):
+            with strategy.device.profiler.range("eval_batch: forward and loss"):
+                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, loss_fn, options))
             metrics.add(loss, stats, weight)
-    return _begin_reading(metrics.joined(), device)()
-
-
-@contextmanager
-def _evaluating(module: TrainModule, strategy: ShardingStrategy) -> Iterator[None]:
-    """Inside, the module is in evaluation mode; afterwards each submodule is as it was, and nothing is gathered."""
-    with evaluation_mode(module), strategy.computing():
-        yield
+    return _begin_reading(metrics.joined(), strategy.device)()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,22 +188,15 @@ def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(
-    module: TrainModule,
-    device: Device,
-    batch: RankBatch,
-    options: ScoreOptions,
-    *,
-    strategy: ShardingStrategy | None = None,
-) -> Tensor:
+def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -> Tensor:
     """Return the log-probability [T] float32, on the host, of every scored token of the whole batch; 0 elsewhere."""
-    target, strategy = device.torch_device, strategy or Fsdp2Strategy(module, device)
-    logprob_T = torch.zeros(batch.num_tokens, device=target)
-    with _evaluating(module, strategy):
-        for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, target):
-            with device.profiler.range("forward_logprobs: forward"):
-                (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], target)
-                logprob_S, _ = strategy.forward(partial(_logprobs, module, micro_batch, options))
+    device = strategy.device.torch_device
+    logprob_T = torch.zeros(batch.num_tokens, device=device)
+    with evaluation_mode(strategy.module), strategy.computing():
+        for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, device):
+            with strategy.device.profiler.range("forward_logprobs: forward"):
+                (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], device)
+                logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
                 logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
@@ -255,20 +204,12 @@ def score(
 
 
 def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOptions) -> tuple[Tensor, None]:
-    hidden_SH = _scoring(module, micro_batch)
-    head = module.output_head()
+    hidden_SH, head = _scoring(module, micro_batch), module.output_head()
+    targets_S, temperature = micro_batch.targets_S, options.temperature
     if options.top_p == 1 and options.top_k <= 0:
-        scores = linear_logprob(
-            hidden_SH,
-            head.weight,
-            micro_batch.targets_S,
-            bias=head.bias,
-            temperature=options.temperature,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-        )
+        scores = linear_logprob(hidden_SH, targets=targets_S, temperature=temperature, **head._asdict())
         return scores.logprob, None
-    restricted = _restricted(hidden_SH, micro_batch.targets_S, head, options)
+    restricted = _restricted(hidden_SH, targets_S, head, options)
     return torch.cat([*restricted, hidden_SH.new_zeros(0)]), None
 
 

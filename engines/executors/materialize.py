@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore._torch_private import own_buffers, own_parameters
-from rlcore.engines.fsdp2.pieces import own_pieces, read_piece
+from rlcore.engines.executors.pieces import own_pieces, read_piece
 from rlcore.engines.offload.storages import owned
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule
@@ -52,6 +52,17 @@ def materialize(
     for name, buffer in module.named_buffers():
         owner, leaf = owner_of(module, name)
         own_buffers(owner)[leaf] = owned(reader.buffer(name, buffer).to(device))
+
+
+def retype(module: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None:
+    """Give meta parameters their dtypes; tied ones stay tied."""
+    converted: dict[nn.Parameter, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, old in own_parameters(submodule).items():
+            if old is not None:
+                dtype = trained if old.requires_grad else frozen
+                converted.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
+                own_parameters(submodule)[name] = converted[old]
 
 
 def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:

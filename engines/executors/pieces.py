@@ -53,6 +53,18 @@ def read_piece(read: Callable[[Box], Tensor], part: WeightPart, box: Box) -> Ten
     return read(tuple(asked)).view(shape)[tuple(within)]
 
 
+def fill(part: WeightPart, weight: Tensor) -> None:
+    """Copy this rank's elements of a whole weight into the parameter of which ``part`` is a view."""
+    parameter, view = part.parameter.detach(), part.view
+    is_all = view.is_contiguous() and view.numel() == parameter.numel() == weight.numel()
+    if parameter.dim() == 1 and is_all:  # a flat one: row by row it would be a piece for each row
+        (own,) = own_box(parameter)
+        local_part(parameter).copy_(weight.reshape(-1)[own])
+        return
+    for box, tensor in own_pieces(view, parameter):
+        tensor.copy_(read_piece(weight.__getitem__, part, box))
+
+
 class _Held(NamedTuple):
     """The box of a parameter that this rank holds. The dimensions after the last one that is cut are taken as one."""
 
