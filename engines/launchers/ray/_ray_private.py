@@ -13,7 +13,7 @@ _WHAT_TO_DO = {
     "OUT_OF_MEMORY": "Ray ended it as the host's memory was nearly full; RAY_memory_monitor_refresh_ms=0 in the "
     "environment of `ray start` keeps Ray from that"
 }
-"""What is said of errors beside Ray's name for them."""
+"""The words that errors get beside Ray's name for them."""
 
 
 def plain_bytes(ref: Any, timeout_s: float | None) -> bytes | memoryview:
