@@ -143,3 +143,47 @@ def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:
         f"batch entry {name!r} has shape {list(value.shape)}; accepted: one value a token, "
         f"one a sequence [{num_sequences}], or a scalar"
     )
+
+
+def check_values(packed: Mapping[str, Tensor], vocab_size: int, counted_T: Tensor) -> None:
+    """Raise InvalidInputError for a token id outside the vocabulary, or a NaN or infinity on a counted token."""
+    ids_T = packed["input_ids"]
+    if (bad_T := (ids_T < 0) | (ids_T >= vocab_size)).any():
+        where = int(bad_T.nonzero()[0])
+        raise InvalidInputError(
+            f"input_ids of sequence {_sequence_of(packed, where)} holds {int(ids_T[where])}; "
+            f"the model's vocabulary is 0 to {vocab_size - 1}"
+        )
+    for name, value_T in packed.items():
+        if value_T.is_floating_point() and (bad_T := ~value_T.isfinite() & counted_T).any():
+            where = int(bad_T.nonzero()[0])
+            raise InvalidInputError(
+                f"{name} of sequence {_sequence_of(packed, where)} is {float(value_T[where])} on a token that is "
+                "trained on; mask the token in loss_mask or mend the value"
+            )
+
+
+def _sequence_of(packed: Mapping[str, Tensor], token: int) -> int:
+    return int(torch.searchsorted(packed["cu_seqlens"].long(), token, right=True)) - 1
+
+
+def loss_mask_of(packed: Mapping[str, Tensor]) -> Tensor:
+    """Return [T] bool: tokens that count. A sequence's first never does, as no token precedes it."""
+    given_T = packed.get("loss_mask", torch.ones_like(packed["input_ids"]))
+    others = given_T[(given_T != 0) & (given_T != 1)]
+    if len(others):
+        raise InvalidInputError(
+            f"loss_mask must be 0 or 1, or False or True, for each token, got {others[0].item()}; to weight tokens, "
+            "multiply in loss_fn by an entry of another name"
+        )
+    mask_T = given_T.bool().clone()
+    mask_T[packed["cu_seqlens"][:-1].long()] = False
+    return mask_T
+
+
+def padded(value_T: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return packed values in the shape of ``input_ids`` of the padded batch, 0 on padding."""
+    mask_NL = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
+    padded_NL: Tensor = torch.zeros(mask_NL.shape)
+    padded_NL[mask_NL] = value_T
+    return padded_NL

@@ -1,4 +1,4 @@
-"""Split a packed batch over the ranks of a train engine, and refuse values that no rank can train on.
+"""Split a packed batch over the ranks of a train engine.
 
 Tensors are cut by ``index_select`` and NumPy, which use this thread alone. Indexing and repeat_interleave wake every
 thread of OpenMP for a few thousand tokens. On a busy host of 64 processors that took 10 ms a time, the work itself
@@ -88,25 +88,3 @@ def tokens_of(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
 def repeat(value_N: Tensor, times_N: Tensor) -> Tensor:
     """Return each value ``times_N`` times."""
     return torch.from_numpy(np.repeat(value_N.numpy(), times_N.numpy()))
-
-
-def check_values(packed: Mapping[str, Tensor], vocab_size: int, counted_T: Tensor) -> None:
-    """Raise InvalidInputError for a token id outside the vocabulary, or a NaN or infinity on a counted token."""
-    ids_T = packed["input_ids"]
-    if (bad_T := (ids_T < 0) | (ids_T >= vocab_size)).any():
-        where = int(bad_T.nonzero()[0])
-        raise InvalidInputError(
-            f"input_ids of sequence {_sequence_of(packed, where)} holds {int(ids_T[where])}; "
-            f"the model's vocabulary is 0 to {vocab_size - 1}"
-        )
-    for name, value_T in packed.items():
-        if value_T.is_floating_point() and (bad_T := ~value_T.isfinite() & counted_T).any():
-            where = int(bad_T.nonzero()[0])
-            raise InvalidInputError(
-                f"{name} of sequence {_sequence_of(packed, where)} is {float(value_T[where])} on a token that is "
-                "trained on; mask the token in loss_mask or mend the value"
-            )
-
-
-def _sequence_of(packed: Mapping[str, Tensor], token: int) -> int:
-    return int(torch.searchsorted(packed["cu_seqlens"].long(), token, right=True)) - 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
-from rlcore.engines.batch import to_packed
+from rlcore.engines.batch import check_values, loss_mask_of, padded, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
@@ -25,7 +25,7 @@ from rlcore.engines.need_parallel import (
     in_row_order,
     split_arguments,
 )
-from rlcore.engines.rank_batch import SCORED, WEIGHT, check_values, rank_batches
+from rlcore.engines.rank_batch import SCORED, WEIGHT, rank_batches
 from rlcore.engines.residency import State
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
 from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
@@ -264,7 +264,9 @@ class TrainEngine(CheckpointedEngine):
                 f"a batch cannot have an entry {WEIGHT!r}, which comes of token_weights={mode!r}; to weight tokens "
                 "further, multiply in loss_fn by an entry of another name"
             )
-        weight_T = make_token_weights(mode, _loss_mask(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length)
+        weight_T = make_token_weights(
+            mode, loss_mask_of(packed), cu_seqlens=packed["cu_seqlens"], max_length=max_length
+        )
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
         check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
         return packed | {WEIGHT: weight_T}
@@ -293,10 +295,10 @@ class TrainEngine(CheckpointedEngine):
             top_p=top_p,
             top_k=top_k,
         )
-        scored_T = _loss_mask(packed)
+        scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
-        return logprob_T if "cu_seqlens" in batch else _padded(logprob_T, batch)
+        return logprob_T if "cu_seqlens" in batch else padded(logprob_T, batch)
 
     def _call_with_batch(
         self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: object
@@ -415,24 +417,3 @@ def _check_module(module: TrainModule) -> None:
             f"the parameters of {type(module).__name__} must be on the meta device, but {real[0]} is not; "
             "make the module inside `with rlcore.meta_device():`"
         )
-
-
-def _loss_mask(packed: Mapping[str, Tensor]) -> Tensor:
-    """Return [T] bool: tokens that count. A sequence's first never does, as no token precedes it."""
-    given_T = packed.get("loss_mask", torch.ones_like(packed["input_ids"]))
-    others = given_T[(given_T != 0) & (given_T != 1)]
-    if len(others):
-        raise InvalidInputError(
-            f"loss_mask must be 0 or 1, or False or True, for each token, got {others[0].item()}; to weight tokens, "
-            "multiply in loss_fn by an entry of another name"
-        )
-    mask_T = given_T.bool().clone()
-    mask_T[packed["cu_seqlens"][:-1].long()] = False
-    return mask_T
-
-
-def _padded(value_T: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    mask_NL = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
-    padded_NL: Tensor = torch.zeros(mask_NL.shape)
-    padded_NL[mask_NL] = value_T
-    return padded_NL

@@ -24,6 +24,7 @@ from rlcore._torch_private import storage_key
 from rlcore.devices.ipc.channel import IpcChannel
 from rlcore.devices.ipc.mapping import Mapping
 from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc.per_process import PerProcess
 from rlcore.devices.ipc.sharing import SharedMemory
 from rlcore.devices.ipc.socket import listen
 from rlcore.errors import DeviceError, StateError
@@ -337,21 +338,9 @@ def refusal(export_id: str, pid: int, reason: str) -> str:
     return f"export {export_id} of process {pid} {reason}; export the tensor again"
 
 
-_inherited: list[IpcExporter] = []
-_exporter = IpcExporter()
+_of_process = PerProcess(IpcExporter)
 
 
 def exporter() -> IpcExporter:
     """Return the exporter of this process."""
-    return _exporter
-
-
-def _renew_after_fork() -> None:
-    """Start with an empty ledger. The parent's ledger stays unused, because a child cannot free device memory."""
-    global _exporter  # noqa: PLW0603
-    _inherited.append(_exporter)
-    _exporter.close_sockets()
-    _exporter = IpcExporter()
-
-
-os.register_at_fork(after_in_child=_renew_after_fork)
+    return _of_process.own

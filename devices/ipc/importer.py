@@ -22,6 +22,7 @@ from rlcore.devices.ipc.channel import IpcChannel
 from rlcore.devices.ipc.exporter import refusal
 from rlcore.devices.ipc.mapping import Mapping
 from rlcore.devices.ipc.messages import Claim, Granted, Message, Refused, Release, Revoke
+from rlcore.devices.ipc.per_process import PerProcess
 from rlcore.devices.ipc.socket import connect, ended, pid_of, silent
 from rlcore.errors import DeviceError, StateError
 
@@ -312,21 +313,9 @@ def _storage(one: Wanted, connection: _Connection, descriptor: int | None) -> to
             os.close(descriptor)
 
 
-_inherited: list[IpcImporter] = []
-_importer = IpcImporter()
+_of_process = PerProcess(IpcImporter)
 
 
 def importer() -> IpcImporter:
     """Return the importer of this process."""
-    return _importer
-
-
-def _renew_after_fork() -> None:
-    """Start with nothing open. The parent's exports stay unused, because a child cannot close device memory."""
-    global _importer  # noqa: PLW0603
-    _inherited.append(_importer)
-    _importer.close_sockets()
-    _importer = IpcImporter()
-
-
-os.register_at_fork(after_in_child=_renew_after_fork)
+    return _of_process.own

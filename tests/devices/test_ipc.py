@@ -455,6 +455,8 @@ def test_a_handle_that_differs_from_the_ledger_is_refused(device: Any, peer: Pee
         ({"stride": (1,)}, r"at least 0 and a stride for each size"),
         ({"storage_offset_bytes": -8}, r"at least 0"),
         ({"exporter": "socket"}, r"IpcHandle.exporter must be the path of a socket, got 'socket'"),
+        ({"exporter": "/run/\x1b[31m"}, r"IpcHandle.exporter must be the path of a socket, got '/run/\\x1b"),
+        ({"export_id": "1\x12"}, r"IpcHandle.export_id must be printable, got '1\\x12'"),
     ],
 )
 def test_a_handle_is_checked_when_it_is_made_or_read(device: Any, changes: dict[str, Any], message: str) -> None:
@@ -507,7 +509,7 @@ def test_an_exporter_that_was_never_there_is_an_error(device: Any) -> None:
 
 def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = handle_of(peer.run(EXPORT.format(size=4)))
-    monkeypatch.setattr("rlcore.devices.ipc.importer._importer", IpcImporter())  # it has no connection yet
+    monkeypatch.setattr("rlcore.devices.ipc.importer._of_process.own", IpcImporter())  # it has no connection yet
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(
@@ -517,7 +519,7 @@ def test_the_socket_of_another_user_is_refused(device: Any, peer: Peer, monkeypa
 
 
 def test_an_importer_of_another_user_is_refused(device: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlcore.devices.ipc.importer._importer", IpcImporter())  # it has no connection yet
+    monkeypatch.setattr("rlcore.devices.ipc.importer._of_process.own", IpcImporter())  # it has no connection yet
     text = peer.run(EXPORT.format(size=4))
     peer.run("getuid = os.getuid; mine = getuid(); os.getuid = lambda: mine + 1")
     try:

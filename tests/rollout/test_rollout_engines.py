@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import rlcore
+from rlcore.examples import reward_model
 from rlcore.ops import decoupled_ppo, group_advantage
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import policy_class
@@ -108,3 +109,9 @@ def test_a_killed_sampler_is_replaced_and_no_episode_is_lost(model: Path, train:
     finally:
         for infer in samplers:
             infer.close()
+
+
+def test_a_reward_model_learns_preferences_and_teaches_a_policy(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_model, "quickstart_model", lambda seed: model)
+    agreement, first, last = reward_model.main(num_steps=4)
+    assert agreement > 0.7 and last > first + 1

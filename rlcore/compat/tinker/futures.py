@@ -1,0 +1,41 @@
+"""``APIFuture``: the result of a call that goes on, for programs with and without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class APIFuture(Generic[T]):
+    """Wait with ``result()``, or ``await`` it."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> T:
+        return self._future.result(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        async with asyncio.timeout(timeout):
+            return await asyncio.wrap_future(self._future)
+
+    def future(self) -> Future[T]:
+        """Return the plain future."""
+        return self._future
+
+    async def coroutine(self) -> T:
+        return await self
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+
+class ClientFuture(APIFuture[T]):
+    """The future of a client, which can also be used as the client itself, as earlier versions returned it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.result(), name)

@@ -1,0 +1,129 @@
+"""``ModelHost``: the train engine and the inference engine of one base model, behind the clients.
+
+One thread does what the clients ask, in the order in which they ask; samples are made meanwhile by the inference
+engine's own thread. A snapshot is a copy of the adapters. The inference engine serves one at a time: who samples from
+another has it sent first, when the samples under way have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+import rlcore
+from rlcore.compat.tinker.futures import APIFuture
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.errors import RlcoreError, StateError
+from rlcore.rollout.fleet import Fleet
+from rlcore.rollout.timeline import Timeline
+
+T = TypeVar("T")
+Snapshot = dict[str, Tensor]
+_log = logging.getLogger(__name__)
+
+
+class ModelHost:
+    """Builds both engines, and owns them until ``close``.
+
+    Args:
+        trainer: arguments of ``TrainEngine.build``.
+        sampler: arguments of ``InferenceEngine.build``, and ``executor``.
+    """
+
+    def __init__(self, path: Path, module: Any, trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+        options = dict(sampler)
+        with contextlib.ExitStack() as stack:
+            self.train = stack.enter_context(rlcore.TrainEngine(module))
+            self.train.build(**trainer)
+            self.infer = stack.enter_context(rlcore.InferenceEngine(path, executor=options.pop("executor", "hf")))
+            self.infer.build(**({} if "devices" in options else {"colocate_with": self.train}) | options)
+            self._stack = stack.pop_all()
+        self._fleet = Fleet([self.infer], Timeline(), unhealthy_after_s=60.0, on_change=self._recover)
+        self._ops = ThreadPoolExecutor(1, thread_name_prefix="rlcore-tinker")
+        self._ended = threading.Condition()
+        self._num_under_way = 0
+        self._served: Snapshot | None = None
+        self._trained: Snapshot | None = None
+        """The snapshot whose adapters the trainer has; None after a step."""
+        self.base = self.snapshot()
+        """New adapters change nothing."""
+
+    def submit(self, function: Callable[..., T], *args: Any) -> APIFuture[T]:
+        """Call a function after all that was asked for before."""
+        try:
+            return APIFuture(self._ops.submit(function, *args))
+        except RuntimeError as error:
+            raise StateError("the ServiceClient is closed; make another") from error
+
+    def close(self) -> None:
+        self._ops.shutdown(cancel_futures=True)
+        self._fleet.close()
+        self._stack.close()
+
+    # ------------------------------------------------------------------------------------ in the host's thread
+
+    def snapshot(self) -> Snapshot:
+        """Return the trainer's adapters of now."""
+        if self._trained is None:
+            self._trained = self.train.state_dict(adapters="only")
+        return self._trained
+
+    def note_change(self) -> None:
+        """Note that the trainer's weights are no longer those of a snapshot."""
+        self._trained = None
+
+    @contextlib.contextmanager
+    def trainer_at(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, the trainer has the adapters of a snapshot."""
+        if snapshot is self._trained:
+            yield
+            return
+        own = self.train.state_dict(adapters="only")
+        self.train.load_state_dict(snapshot)
+        try:
+            yield
+        finally:
+            self.train.load_state_dict(own)
+
+    def sample(
+        self, snapshot: Snapshot, prompt: list[int], params: SamplingParams, answer: Future[RequestOutput]
+    ) -> None:
+        """Begin to sample from a snapshot; ``answer`` is given the completions."""
+        if snapshot is not self._served:
+            with self._ended:
+                self._ended.wait_for(lambda: not self._num_under_way)
+            self._serve(snapshot)
+        with self._ended:
+            self._num_under_way += 1
+
+        def deliver(found: RequestOutput | RlcoreError) -> None:
+            with self._ended:
+                self._num_under_way -= 1
+                self._ended.notify_all()
+            answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
+
+        self._fleet.submit(prompt, params, deliver)
+
+    def _serve(self, snapshot: Snapshot) -> None:
+        with self.trainer_at(snapshot):
+            self._fleet.update(self.train.sync_weights)
+        self._served = snapshot
+
+    def _recover(self) -> None:
+        """Have the inference engine restarted, which has failed; what it had under way begins anew."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._ops.submit(self._serve_again)
+
+    def _serve_again(self) -> None:
+        try:
+            self._serve(self._served or self.base)
+        except RlcoreError as error:
+            _log.error("the inference engine could not be restarted: %s", error)

@@ -1,0 +1,82 @@
+"""Functions and items that a configuration names, and the order in which items are trained on."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlcore.errors import InvalidInputError, one_line
+from rlcore.training.config import FUNCTION
+
+
+class ShuffledItems:
+    """Items in another order in each pass, which depends on the seed and the pass alone; it keeps its place."""
+
+    def __init__(self, items: Sequence[Any], seed: int) -> None:
+        self._items, self._seed = items, seed
+        self._pass = self._place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(len(self._items)))
+        random.Random(f"{self._seed} {self._pass}").shuffle(order)
+        while self._place < len(order):
+            self._place += 1
+            yield self._items[order[self._place - 1]]
+        self._pass, self._place = self._pass + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"pass": self._pass, "place": self._place}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._pass, self._place = state["pass"], state["place"]
+
+
+def function_of(reference: str, folder: Path) -> Callable[..., Any]:
+    """Return the function "module:name", of the Python path or of a file in ``folder``.
+
+    Raises:
+        InvalidInputError: it cannot be imported.
+    """
+    module, _, name = reference.partition(":")
+    if (home := str(folder.resolve())) not in sys.path:
+        sys.path.insert(0, home)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a module of the user's raises
+        raise InvalidInputError(f"cannot import {reference}: {one_line(error)}") from error
+    if not callable(found):
+        raise InvalidInputError(f"{reference} must be a function, got {found!r:.100}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def items_of(source: str, folder: Path) -> list[Any]:
+    """Return the items of a file of JSON lines, or of a function.
+
+    Raises:
+        InvalidInputError: no such file, a line that is no JSON (its number), or no items.
+    """
+    items = function_of(source, folder)() if FUNCTION.has(source) else _lines(Path(source))
+    if not isinstance(items, Sequence) or not items:
+        raise InvalidInputError(f"{source} must give a list of at least one item, got {items!r:.100}")
+    return list(items)
+
+
+def _lines(path: Path) -> list[Any]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {error.strerror}") from error
+    items = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            items.append(msgspec.json.decode(line))
+        except msgspec.DecodeError as error:
+            raise InvalidInputError(f"line {number} of {path} is no JSON: {error}") from error
+    return items

@@ -1,0 +1,129 @@
+"""The folder of a run, and the other places that its metrics go to.
+
+    config.json      the configuration of the run
+    metrics.jsonl    one object for each step
+    episodes.jsonl   one object for each episode that was trained on: step, number, item, rewards, staleness
+    checkpoint/      the newest checkpoint of the train engine, with the state of the rollout
+    model/           the trained model, as a Hugging Face folder, after the last step
+    timeline.json    when each engine did what
+
+A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from rlcore.atomic import write_file
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from rlcore.training.config import MetricsSection, TrainConfig
+
+Metrics = Mapping[str, float]
+
+
+class TrainFolder:
+    """A run's folder, which one process at a time uses.
+
+    Raises:
+        InvalidInputError: it holds another run, or something else.
+        CheckpointError: it is in use, or cannot be written.
+    """
+
+    def __init__(self, config: TrainConfig, *, resume: bool) -> None:
+        self.path = Path(config.output)
+        self.checkpoint, self.model = self.path / "checkpoint", self.path / "model"
+        self._record = self.path / "config.json"
+        self._logs = {name: self.path / f"{name}.jsonl" for name in ("metrics", "episodes")}
+        self._check(config, resume)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at any end of the process
+            write_file(self._record, msgspec.json.format(msgspec.json.encode(config)))
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self.path} is in use by another process; give another output=") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return (self.checkpoint / "manifest.json").exists()
+
+    def append(self, log: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines to "metrics" or "episodes"; they are on disk when this returns."""
+        with self._logs[log].open("ab") as file:
+            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines of later steps, and one that a kill cut short."""
+        for path in self._logs.values():
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["step"] <= step]
+            write_file(path, b"".join(kept))
+
+    def _check(self, config: TrainConfig, resume: bool) -> None:
+        if not self._record.exists():
+            if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+                raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
+            return
+        if not resume and self.has_checkpoint:
+            raise InvalidInputError(f"{self.path} holds a run; add --resume to continue it, or give another output=")
+        if self.has_checkpoint and (changed := config.differences(msgspec.json.decode(self._record.read_bytes()))):
+            raise InvalidInputError(
+                f"cannot resume {self.path}: it holds a run with another {' and '.join(changed)}; "
+                "give the same configuration, or another output="
+            )
+
+
+class Trackers:
+    """TensorBoard and Weights & Biases, as far as they are asked for.
+
+    Raises:
+        MissingDependencyError: one is asked for, and is absent.
+    """
+
+    def __init__(self, config: MetricsSection, folder: Path, plain: dict[str, Any]) -> None:
+        self._writer: Any = None
+        self._run: Any = None
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise _missing("tensorboard") from error
+            self._writer = SummaryWriter(str(folder / "tensorboard"))
+        if config.wandb:
+            try:
+                import wandb
+            except ImportError as error:
+                raise _missing("wandb") from error
+            self._run = wandb.init(project=config.wandb, dir=str(folder), config=plain)
+
+    def add(self, metrics: Metrics) -> None:
+        for name, value in metrics.items() if self._writer else ():
+            self._writer.add_scalar(name, value, int(metrics["step"]))
+        if self._run:
+            self._run.log(dict(metrics), step=int(metrics["step"]))
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()
+        if self._run:
+            self._run.finish()
+
+
+def _missing(package: str) -> MissingDependencyError:
+    return MissingDependencyError(package, needed_for=f"metrics.{package}", extra=package)

@@ -1,0 +1,219 @@
+"""Tinker's interface: its losses, snapshots and futures over real engines, and its names against the real package."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.compat import tinker
+from rlcore.compat.tinker import types
+from rlcore.compat.tinker.losses import LOSSES, OPTIONS
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.examples import tinker_grpo
+from rlcore.quickstart.model import quickstart_model
+from tests.accuracy import assert_within_rounding
+from tests.model_rounding import logprob_rounding
+
+TOKENS = [[1, 2, 10, 3, 4, 13, 7, 4, 18], [5, 6, 10, 7, 8, 13, 4, 3, 1, 18]]
+STILL = types.AdamParams(learning_rate=0.0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quickstart_model(seed=0, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def service(path: Path) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(folder=path.parent / "states", sampler={"dtype": "float32"}) as service:
+        service.create_lora_training_client(str(path), rank=4, seed=0).result()
+        yield service
+
+
+@pytest.fixture(scope="module")
+def training(service: tinker.ServiceClient, path: Path) -> tinker.TrainingClient:
+    return service._clients[str(path)]
+
+
+def data(**inputs: float) -> list[types.Datum]:
+    """Two sequences of different lengths; each input differs from token to token."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        types.Datum(
+            types.ModelInput.from_ints(tokens[:-1]),
+            {"target_tokens": tokens[1:]}
+            | {name: mean + torch.rand(len(tokens) - 1, generator=generator) for name, mean in inputs.items()},
+        )
+        for tokens in TOKENS
+    ]
+
+
+def test_log_probs_are_those_of_the_base_model(training: tinker.TrainingClient, path: Path) -> None:
+    """New adapters change nothing; the example's sequences lie in one batch and do not see each other."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    found = training.forward(data(weights=1.0), "cross_entropy").result()
+    assert len(found.loss_fn_outputs) == 2
+    limit = logprob_rounding(path, num_tokens=max(map(len, TOKENS)))
+    for tokens, output in zip(TOKENS, found.loss_fn_outputs, strict=True):
+        logits = model(torch.tensor([tokens])).logits[0, :-1].detach()
+        expected = logits.log_softmax(1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert (output["logprobs"].to_torch() - expected).abs().max() < limit
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_a_loss_is_its_formula_and_so_are_its_gradients(loss: str, training: tinker.TrainingClient) -> None:
+    """The same formula by ``forward_backward_custom`` gives the same sum, and gradients of the same norm."""
+    given = data(weights=-0.3) if loss == "cross_entropy" else data(logprobs=-3.5, advantages=-0.4)
+    config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1} if loss in ("ppo", "cispo") else {}
+
+    def formula(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        total = torch.zeros(())
+        for datum, logprob in zip(data, logprobs, strict=True):
+            read = {name: one.to_torch() for name, one in datum.loss_fn_inputs.items()}
+            if loss == "cross_entropy":
+                total = total - (logprob * read["weights"]).sum()
+                continue
+            ratio, advantage = (logprob - read["logprobs"]).exp(), read["advantages"]
+            clipped = ratio.clip(0.9, 1.1)
+            terms = {
+                "importance_sampling": ratio * advantage,
+                "ppo": torch.where(ratio * advantage < clipped * advantage, ratio, clipped) * advantage,
+                "cispo": clipped.detach() * advantage * logprob,
+                "dro": advantage * logprob - 0.025 * (logprob - read["logprobs"]) ** 2,
+            }
+            total = total - terms[loss].sum()
+        return total, {"mine": float(total.detach())}
+
+    found = training.forward_backward(given, loss, config)
+    norm = training.optim_step(STILL).result().metrics["grad_norm"]
+    own = training.forward_backward_custom(given, formula).result()
+    own_norm = training.optim_step(STILL).result().metrics["grad_norm"]
+    tokens, layers, products, longest = sum(map(len, TOKENS)), 3, 7, 512  # of the quickstart's model
+    elementwise = [one["elementwise_loss"].to_torch() for one in found.result().loss_fn_outputs]
+    total, magnitude = found.result().metrics["loss:sum"], float(torch.cat(elementwise).abs().sum())
+    formula_terms = 4 * len(("log-prob", "exp", "product", "sum"))
+    assert_within_rounding(
+        total, own.metrics["mine"], terms=tokens * formula_terms, magnitude=magnitude, dtype=torch.float32
+    )
+    assert_within_rounding(norm, own_norm, terms=layers * products * longest, dtype=torch.float32)
+    assert norm > 0
+
+
+def test_snapshots_stay_what_they_were_while_the_trainer_goes_on(
+    training: tinker.TrainingClient, service: tinker.ServiceClient, path: Path
+) -> None:
+    prompt, greedy = types.ModelInput.from_ints(TOKENS[0][:6]), types.SamplingParams(max_tokens=4, temperature=0.0)
+    first = training.save_weights_and_get_sampling_client().result()
+    saved = training.save_weights_for_sampler("first").result().path
+    state = training.save_state("first").result().path
+    before = first.sample(prompt, 1, greedy).result().sequences[0], first.compute_logprobs(prompt).result()
+    for _ in range(3):
+        training.forward_backward(data(weights=1.0), "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=3e-2))
+    second = training.save_weights_and_get_sampling_client()  # may be used without result(), as earlier versions did
+    clients = (first, service.create_sampling_client(saved).result(), service.create_sampling_client(None, str(path)))
+    answers = [one.sample(prompt, 1, greedy, include_prompt_logprobs=True) for one in (*clients, second)]
+    *same, other = [answer.result() for answer in answers]
+    limit = logprob_rounding(path, num_tokens=10)
+    for one in same:
+        assert one.sequences[0].tokens == before[0].tokens
+        assert one.prompt_logprobs[0] is None
+        assert max(abs(a - b) for a, b in zip(one.prompt_logprobs[1:], before[1][1:], strict=True)) < limit
+    assert max(abs(a - b) for a, b in zip(other.prompt_logprobs[1:], before[1][1:], strict=True)) > 100 * limit
+    # The sampler's own log-probs are the trainer's for the same snapshot.
+    sampled = other.sequences[0]
+    scored = second.compute_logprobs(types.ModelInput.from_ints([*prompt.to_ints(), *sampled.tokens])).result()
+    plain = second.sample(prompt, 1, types.SamplingParams(max_tokens=4, seed=1)).result().sequences[0]
+    scored = second.compute_logprobs(types.ModelInput.from_ints([*prompt.to_ints(), *plain.tokens])).result()
+    assert max(abs(a - b) for a, b in zip(plain.logprobs, scored[prompt.length :], strict=True)) < limit
+    training.load_state_with_optimizer(state).result()
+    again = training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()
+    assert max(abs(a - b) for a, b in zip(again[1:], before[1][1:], strict=True)) < limit
+
+
+def test_futures_are_awaited_and_stop_tokens_end_an_answer(training: tinker.TrainingClient) -> None:
+    async def ask() -> tuple[Any, Any]:
+        client = await training.save_weights_and_get_sampling_client()
+        prompt = types.ModelInput.empty().append_int(1).append(types.EncodedTextChunk([2, 10, 3, 4, 13]))
+        every = types.SamplingParams(max_tokens=6, seed=3, stop=[])
+        free = await client.sample(prompt, 3, every)
+        (first, *_), _ = free.sequences[0].tokens, free
+        stopped = asyncio.create_task(client.sample(prompt, 3, dataclasses.replace(every, stop=[first])).coroutine())
+        return free, await stopped
+
+    free, stopped = asyncio.run(ask())
+    assert [len(one.tokens) for one in free.sequences] == [6] * 3 and free.sequences[0].stop_reason == "length"
+    assert stopped.sequences[0].stop_reason == "stop" and len({one.sequence_id for one in free.sequences}) == 3
+
+
+def test_the_example_learns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker_grpo, "quickstart_model", lambda seed: path)
+    rewards = tinker_grpo.main(4)
+    assert rewards[-1] > rewards[0] + 0.5
+
+
+def test_what_is_wrong_or_not_there_is_named(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, path: Path
+) -> None:
+    client, prompt = training.save_weights_and_get_sampling_client(), types.ModelInput.from_ints([1])
+    nothing = types.ModelInput.empty()
+    short = types.Datum(prompt, {"target_tokens": [1, 2], "weights": [1.0]})
+    for call, kind, told in (
+        (lambda: training.forward_backward(data(), "cross_entropie"), InvalidInputError, "mean 'cross_entropy'"),
+        (lambda: training.forward_backward(data(), "gspo"), UnsupportedError, "loss_fn='gspo' is not supported"),
+        (lambda: training.forward_backward(data(), "ppo", {"clip": 1}), InvalidInputError, "no 'clip'; accepted"),
+        (lambda: training.forward_backward(data(), "ppo"), InvalidInputError, "datum 0 has no loss_fn_inputs"),
+        (lambda: training.forward_backward([], "ppo"), InvalidInputError, "needs at least one datum, got none"),
+        (lambda: training.forward_backward([short], "cross_entropy"), InvalidInputError, "2 target_tokens for 1"),
+        (lambda: types.Datum(prompt, {"weights": ["x"]}), InvalidInputError, "must be numbers"),
+        (lambda: client.sample(prompt, 1, types.SamplingParams(stop="12")), UnsupportedError, "one token, and is 2"),
+        (lambda: client.sample(prompt, 1, types.SamplingParams(), False, 5), UnsupportedError, "topk_prompt_logprobs"),
+        (lambda: client.sample(nothing, 1, types.SamplingParams()).result(), InvalidInputError, "at least one token"),
+        (lambda: service.create_lora_training_client(str(path)), StateError, "has a client already"),
+        (service.create_sampling_client, InvalidInputError, "takes one of model_path and base_model"),
+        (lambda: service.create_sampling_client("x"), InvalidInputError, "no weights were saved as 'x'"),
+        (lambda: tinker.ServiceClient(trainer={"data_parallel_size": 2}), UnsupportedError, "above 1"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=told):
+            call()
+    assert set(OPTIONS) <= set(LOSSES)
+
+
+def test_names_and_defaults_are_those_of_the_real_package() -> None:
+    """Each method takes the real one's arguments, in their order and with their defaults, as far as it takes them."""
+    real = pytest.importorskip("tinker", reason="Tinker's SDK is not installed: pip install tinker")
+    for name in ("ServiceClient", "TrainingClient", "SamplingClient", "APIFuture"):
+        ours, theirs = getattr(tinker, name), getattr(real, name)
+        for method, function in inspect.getmembers(ours, inspect.isfunction):
+            if method.startswith("_"):
+                continue
+            found = list(inspect.signature(function).parameters.values())
+            wanted = list(inspect.signature(getattr(theirs, method)).parameters.values())
+            positional = [one for one in wanted if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+            assert [one.name for one in found] == [one.name for one in positional[: len(found)]], f"{name}.{method}"
+            assert [one.default for one in found] == [one.default for one in positional[: len(found)]] or (
+                method == "optim_step"  # theirs may be left out for another optimizer's
+            ), f"{name}.{method}"
+    for name in ("AdamParams", "SamplingParams"):
+        wanted = {field: one.default for field, one in getattr(real, name).model_fields.items()}
+        assert {one.name: one.default for one in dataclasses.fields(getattr(types, name))} == wanted, name
+    for name in ("SampledSequence", "SampleResponse", "ForwardBackwardOutput", "OptimStepResponse", "TensorData"):
+        for field in dataclasses.fields(getattr(types, name)):
+            theirs = getattr(real, name)
+            fields = getattr(theirs, "model_fields", None) or theirs.__dataclass_fields__
+            assert field.name in fields or hasattr(theirs, field.name), f"{name}.{field.name}"
+    ours, theirs = types.ModelInput.from_ints([1, 2]).append_int(3), real.ModelInput.from_ints([1, 2]).append_int(3)
+    assert (ours.to_ints(), ours.length) == (theirs.to_ints(), theirs.length) == ([1, 2, 3], 3)
+    datum = {"target_tokens": [1, 2, 3], "weights": [0, 1, 1]}
+    for name, one in types.Datum(ours, datum).loss_fn_inputs.items():
+        other = real.Datum(model_input=theirs, loss_fn_inputs=datum).loss_fn_inputs[name]
+        assert (one.dtype, one.tolist(), list(one.shape)) == (other.dtype, other.data, list(other.shape))

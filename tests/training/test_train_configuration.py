@@ -1,0 +1,144 @@
+"""The configuration of ``rlcore train``: each mistake in it is one line that names the field and what is accepted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rlcore.cli import main as cli
+from rlcore.configuration_file import read_configuration
+from rlcore.errors import RlcoreError
+from rlcore.quickstart.model import quickstart_model
+from rlcore.training.config import TrainConfig
+from rlcore.training.items import ShuffledItems, function_of, items_of
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """
+model: {model}
+output: {output}
+data: {{train: items.jsonl, reward: "judge:reward"}}
+"""
+JUDGE = "def reward(item, text):\n    return 0.0\n\n\ndef nothing():\n    return []\n\n\nnumber = 3\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "judge", raising=False)
+    model = quickstart_model(seed=0, cache=tmp_path / "cache")
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "items.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1"}\nprompt\n')
+    path = tmp_path / "config.yaml"
+    path.write_text(GOOD.format(model=model, output=tmp_path / "run"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rollout.max_stalenes=2", "rollout.max_stalenes is no field here; did you mean 'max_staleness'? accepted: "),
+        ("rollout.max_staleness=-1", "rollout.max_staleness must be a whole number of at least 0, got -1"),
+        ("rollout.batch_size=2.5", "rollout.batch_size must be a whole number of at least 1, got 2.5"),
+        ("rollout.temperature=0", "rollout.temperature must be a number of at least 0.01, got 0.0"),
+        ("rollout.drop_equal_groups=1", "rollout.drop_equal_groups must be True or False, got 1"),
+        ("rollout.workflow=mine", "rollout.workflow must be a function as \"module:name\", or None, got 'mine'"),
+        ("algorithm.learning_rate=fast", "algorithm.learning_rate must be a number above 0, got 'fast'"),
+        ("algorithm.loss=ppo", "algorithm.loss must be one of cispo, cpgd, decoupled_ppo"),
+        ("algorithm.loss_options={clip: 1}", "algorithm.loss_options are not those of decoupled_ppo: "),
+        ("algorithm.loss_options.clip_low=-1", "algorithm.loss_options are not those of decoupled_ppo: "),
+        ("steps=many", "steps must be a whole number of at least 1, got 'many'"),
+        ("seed=-1", "seed must be a whole number in [0, 2**63), got -1"),
+        ("steps", "an override must be key=value, got 'steps'"),
+        ("steps={", "the value of the override 'steps={' is no YAML; quote it"),
+        ("steps.many=1", "steps must be a whole number of at least 1, got {'many': 1}"),
+        ("model.path=x", "the override 'model.path=x' goes into 'model', which is "),
+        ("data=3", "data must be a mapping, got 3"),
+        ("data={}", "data.train is missing; it must be a file \"NAME.jsonl\", or a function as \"module:name\""),
+        ("data.reward=null", "data.reward is missing; give it, or rollout.workflow"),
+        ("data.reward=judge:nobody", "cannot import judge:nobody: AttributeError: module 'judge' has no attribute"),
+        ("data.reward=judges:reward", "cannot import judges:reward: ModuleNotFoundError: No module named 'judges'"),
+        ("data.reward=judge:number", "judge:number must be a function, got 3"),
+        ("data.train=none.jsonl", "cannot read none.jsonl: No such file or directory"),
+        ("data.train=bad.jsonl", "line 2 of bad.jsonl is no JSON: "),
+        ("data.train=judge:nothing", "judge:nothing must give a list of at least one item, got []"),
+        ("placement=shared", 'rollout.max_staleness must be 0 with placement "shared", where samplers stand still'),
+        ("sampler.replicas=2", "sampler.devices must be a list of as many for each of 2 replicas, got None"),
+        ("sampler.devices=[]", 'sampler.devices must be the name of a device such as "cuda:1", or a list of them'),
+        ("model=nowhere", "nowhere"),
+        ("trainer.executor=fsdp3", "fsdp3"),
+        ("output=items.jsonl", "items.jsonl exists and holds no run of rlcore train; give another output="),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_one_line(config: Path, override: str, told: str) -> None:
+    found = CliRunner().invoke(cli.app, ["train", str(config), override])
+    assert isinstance(found.exception, RlcoreError), found.exception
+    assert told in str(found.exception) and "\n" not in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot read the configuration config.yaml: No such file or directory"),
+        ("- a\n", "config.yaml must hold fields and their values, got ['a']"),
+        ("a: [\n", "config.yaml is no YAML: "),
+        ("steps: 1\nsteps: 2\n", "config.yaml is no YAML: 'steps' is given twice in \"<unicode string>\", line 1"),
+        ("", "model is missing; it must be a text that is not empty"),
+        ("model: m\n", "data is missing; it must be "),
+    ],
+)
+def test_a_wrong_file_is_one_line(config: Path, text: str | None, told: str) -> None:
+    config.unlink() if text is None else config.write_text(text)
+    found = CliRunner().invoke(cli.app, ["train", "config.yaml"])
+    assert isinstance(found.exception, RlcoreError), found.exception
+    assert told in str(found.exception) and "\n" not in str(found.exception)
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard=true", "wandb=project"])
+def test_a_tracker_that_is_absent_is_named_before_a_model_is_loaded(
+    config: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = CliRunner().invoke(cli.app, ["train", str(config), f"metrics.{tracker}"])
+    package = tracker.partition("=")[0]
+    assert str(found.exception) == (
+        f"metrics.{package} needs the package {package!r}; run: pip install 'rlcore[{package}]'"
+    )
+
+
+def test_the_example_is_a_configuration_and_the_page_has_all_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = read_configuration(ROOT / "examples" / "addition.yaml", ["steps=7"], TrainConfig)
+    assert (found.steps, found.algorithm.learning_rate, found.rollout.max_staleness) == (7, 3e-4, 1)
+    train, held_out = (
+        items_of(found.data.train, ROOT / "examples"),
+        items_of(str(found.data.held_out), ROOT / "examples"),
+    )
+    assert len(held_out) == 512 and not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
+    verify = function_of(str(found.data.reward), ROOT / "examples")
+    assert (verify({"a": 47, "b": 85}, "231"), verify({"a": 47, "b": 85}, "132")) == (1.0, 0.0)
+    page = (ROOT / "docs" / "train.md").read_text()
+    (shown,) = [block for block in page.split("```yaml\n")[1:] if block.startswith("model:")]
+    written = yaml.safe_load(shown.partition("```")[0])
+    config = read_configuration(ROOT / "examples" / "addition.yaml", [], TrainConfig).plain()
+    assert {
+        name: sorted(value) for name, value in written.items() if name != "algorithm" and isinstance(value, dict)
+    } == {name: sorted(value) for name, value in config.items() if name != "algorithm" and isinstance(value, dict)}
+    assert sorted(written) == sorted(config) and sorted(written["algorithm"]) == sorted(config["algorithm"])
+
+
+def test_items_go_on_where_they_were_in_every_pass() -> None:
+    items = ShuffledItems(list(range(10)), seed=1)
+    taken = [one for _ in range(2) for one in items]
+    assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10)) and taken[:10] != taken[10:]
+    begun = iter(second := ShuffledItems(list(range(10)), seed=1))
+    first = [next(begun) for _ in range(4)]
+    resumed = ShuffledItems(list(range(10)), seed=1)
+    resumed.load_state_dict(second.state_dict())
+    assert first + [one for _ in range(2) for one in resumed] == taken

@@ -1,0 +1,171 @@
+"""``rlcore train`` trains: apart, shared, by a workflow; it resumes after Ctrl-C and kill -9, nothing twice or lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlcore.cli import main as cli
+from rlcore.errors import InvalidInputError
+from rlcore.examples import addition
+from rlcore.quickstart.model import quickstart_model
+from tests.warm import ENGINES, kill, warm, warm_workers, without_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+ITEMS, BATCH = 64, 4
+CONFIG = """
+model: {model}
+output: {folder}/run
+steps: 8
+data: {{train: items.jsonl, held_out: items.jsonl, reward: "sevens:reward"}}
+algorithm: {{learning_rate: 1e-3, schedule: cosine, warmup_steps: 1, minibatches: 2}}
+rollout: {{batch_size: {batch}, samples: 8, max_tokens: 8}}
+trainer: {{devices: cpu}}
+sampler: {{devices: cpu, options: {{dtype: float32}}}}
+evaluation: {{every: 4}}
+checkpoint: {{every: 2}}
+"""
+SEVENS = """
+from rlcore.rollout import Grouped, SingleTurn
+
+def reward(item, text):
+    return text.count("7") / 8
+
+def workflow(config):
+    return Grouped(SingleTurn(reward, {"max_tokens": config.rollout.max_tokens}), config.rollout.samples)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "sevens", raising=False)
+    model = quickstart_model(seed=0, cache=tmp_path / "cache")
+    items = [json.dumps({"prompt": f"{number:02d}+{number:02d}="}) for number in range(ITEMS)]
+    (tmp_path / "items.jsonl").write_text("\n".join(items))
+    (tmp_path / "sevens.py").write_text(SEVENS)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(model=model, folder=tmp_path, batch=BATCH))
+    return tmp_path
+
+
+def train(*arguments: str) -> Any:
+    found = CliRunner().invoke(cli.app, ["train", "config.yaml", *arguments])
+    if found.exception is not None and not isinstance(found.exception, SystemExit):
+        raise found.exception
+    return found
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def check_episodes(folder: Path, steps: int) -> None:
+    """Each step trained on a batch, each item of a pass once, and each episode once."""
+    episodes = lines(folder, "episodes")
+    assert [one["step"] for one in episodes] == [step for step in range(1, steps + 1) for _ in range(BATCH)]
+    assert len({one["number"] for one in episodes}) == len(episodes)
+    assert len({one["item"]["prompt"] for one in episodes}) == len(episodes) <= ITEMS
+    assert [one["step"] for one in lines(folder, "metrics")] == list(range(steps + 1))
+
+
+def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -> None:
+    found = train("steps=6")
+    assert found.stdout == f"{folder / 'run' / 'model'}\n" and "step 6/6  reward " in found.stderr
+    check_episodes(folder, 6)
+    with pytest.raises(InvalidInputError, match="holds a run; add --resume to continue it, or give another output="):
+        train()
+    with pytest.raises(InvalidInputError, match="it holds a run with another seed and rollout; give the same"):
+        train("seed=1", "rollout.samples=4", "--resume")
+    train("steps=12", "--resume")
+    check_episodes(folder, 12)
+    metrics = lines(folder, "metrics")
+    assert [one["step"] for one in metrics if "held_out_reward" in one] == [0, 4, 6, 8, 12]
+    assert sum(one["reward"] for one in metrics[-3:]) > sum(one["reward"] for one in metrics[1:4]) + 0.15
+    assert max(one["staleness_max"] for one in metrics[1:]) == 1
+    assert {path.name for path in (folder / "run").iterdir()} == {
+        *("checkpoint", "config.json", "episodes.jsonl", "metrics.jsonl", "model", "timeline.json")
+    }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["placement=shared", "sampler.devices=null"], ["rollout.workflow=sevens:workflow", "data.reward=null"]],
+)
+def test_it_learns_synchronously_on_a_shared_device_and_by_a_workflow(folder: Path, overrides: list[str]) -> None:
+    train("rollout.max_staleness=0", "steps=8", "evaluation.every=100", *overrides)
+    check_episodes(folder, 8)
+    metrics = lines(folder, "metrics")
+    assert {one["staleness_max"] for one in metrics[1:]} == {0}
+    assert metrics[-1]["held_out_reward"] > metrics[0]["held_out_reward"] + 0.03
+
+
+def begin(folder: Path) -> subprocess.Popen[str]:
+    """Begin a run in a process of its own, and return when it has done a step beyond its first checkpoint."""
+    command = [*warm(*ENGINES), "-m", "rlcore", "train", "config.yaml", "steps=12", "--resume"]
+    process = subprocess.Popen(command, cwd=folder, env=without_settings(), text=True, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(("step 3/", "step 7/")):
+            return process
+    raise AssertionError(f"the run ended with {process.wait()}")
+
+
+@pytest.mark.slow
+def test_kill_and_ctrl_c_lose_nothing_and_repeat_nothing(folder: Path) -> None:
+    killed = begin(folder)
+    kill(killed)
+    killed.communicate()
+    assert {one["step"] for one in lines(folder, "metrics")} >= {0, 1, 2, 3}
+
+    stopped = begin(folder)  # goes on from step 2
+    stopped.send_signal(signal.SIGINT)
+    _, told = stopped.communicate()
+    assert stopped.returncode == 130 and "stopping after this step; press Ctrl-C again to stop at once" in told
+    assert "stopped; continue with: rlcore train config.yaml steps=12 --resume" in told
+    done = len(lines(folder, "metrics")) - 1
+    check_episodes(folder, done)
+
+    train("steps=12", "--resume")
+    check_episodes(folder, 12)
+    assert not [one for one in (folder / "run").iterdir() if one.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_it_at_once(folder: Path) -> None:
+    process = begin(folder)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, told = process.communicate()
+    assert (
+        process.returncode == 130 and "stopped at once; continue after the last checkpoint with: rlcore train" in told
+    )
+    train("steps=12", "--resume")
+    check_episodes(folder, 12)
+
+
+@pytest.mark.slow
+def test_the_example_imitates_and_goes_on_by_reinforcement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickstart's task with its tiny model: a short imitation, and few steps in processes of their own."""
+    for name in ("addition.py", "addition.yaml"):
+        (folder / name).write_bytes((ROOT / "examples" / name).read_bytes())
+    monkeypatch.setenv("RLCORE_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(addition, "IMITATION_STEPS", 60)
+    addition.main(str(folder / "addition-model"))
+    with warm_workers():
+        found = CliRunner().invoke(cli.app, ["train", "addition.yaml", "steps=3", "output=run", "evaluation.every=2"])
+    assert found.exception is None, found.exception
+    metrics = lines(folder, "metrics")
+    assert [one["step"] for one in metrics if "held_out_reward" in one] == [0, 2, 3]
+    assert all(0 < one["reward"] < 1 for one in metrics[1:])
+    rewards = [one["rewards"] for one in lines(folder, "episodes")]
+    assert len(rewards) == 3 * 32 and all(len(set(group)) == 2 for group in rewards), "drop_equal_groups"
