@@ -205,9 +205,7 @@ def test_a_trainer_over_three_machines_gives_its_samplers_there_what_has_changed
     assert (first, second) == ("relayed", "relayed")
     assert [dense[0], delta[0]] == [False, True]
     for *_, network_bytes, needed_bytes in found["reports"]:
-        share = (
-            network_bytes / needed_bytes
-        )
+        share = network_bytes / needed_bytes
         assert 0 < share < 0.75, f"each machine takes the two thirds that it has not: {found['reports']}"
     for served in found["served"]:
         assert served == [served[0]] * 3, "all samplers serve the same weights"
