@@ -308,8 +308,11 @@ class IpcHandle(_Handle):
                 "IpcHandle needs sizes, strides and offsets of at least 0 and a stride for each size, got "
                 f"shape {self.shape}, stride {self.stride}, offset {self.storage_offset_bytes} of {self.storage_bytes}"
             )
-        if not self.exporter.startswith("/"):
+        # Both are in errors, and no handle commands a terminal.
+        if not (self.exporter.startswith("/") and self.exporter.isprintable()):
             raise InvalidInputError(f"IpcHandle.exporter must be the path of a socket, got {self.exporter!r}")
+        if not self.export_id.isprintable():
+            raise InvalidInputError(f"IpcHandle.export_id must be printable, got {self.export_id!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import importlib.util
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import timeit
 import types
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MARKER",
         help="a test with this marker that is skipped, or a file that is, has failed: what it needs should be there",
     )
-    parser.addoption("--chaos-minutes", type=float, default=2.0, help="how long tests/chaos runs `rlcore chaos`")
+    parser.addoption("--chaos-minutes", type=float, default=0.5, help="how long tests/chaos runs `rlcore chaos`")
 
 
 def pytest_configure() -> None:
@@ -76,13 +78,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)  # when those that are not chosen have gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests may take longest begin first: `make` gives each file to one process, and waits for the last."""
+    """Files whose tests may take longest begin first, then those with the most tests: `make` gives each file to one
+    process, and waits for the last."""
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), *(mark.args if mark else [0.0]))
-    items.sort(key=lambda item: -longest[item.path])
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-longest[item.path], -tests[item.path]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -155,6 +160,29 @@ def short_runtime_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="rl-", dir=None if is_short else "/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def made_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``made_once(name, make)``: a folder that ``make(folder)`` makes for all processes of this run of pytest.
+
+    The first that asks makes it, the others wait for it. What fails to be made is tried again by the next that asks.
+    """
+    of_run = tmp_path_factory.getbasetemp()
+    of_run = of_run.parent if hasattr(request.config, "workerinput") else of_run  # of pytest-xdist
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, is_made = of_run / f"once-{name}", of_run / f"once-{name}.made"
+        with open(of_run / f"once-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_made.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                is_made.touch()
+        return folder
+
+    return made
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

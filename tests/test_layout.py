@@ -107,8 +107,8 @@ ROOMS = {
     "rlcore": (
         ("cli.console", "cli.inventory"),
         ("conformance", "doctor", "integrations", "rollout"),
-        ("chaos", "quickstart"),
-        ("compat",),
+        ("configuration_file", "chaos", "quickstart"),
+        ("compat", "training"),
         ("cli", "__main__"),
     ),
 }  # fmt: skip

@@ -15,6 +15,6 @@ def item(file: str, *timeout_s: int) -> Any:
 
 
 def test_files_whose_tests_may_take_longest_begin_first_and_stay_together() -> None:
-    items = [item("a"), item("b"), item("b", 900), item("b"), item("c"), item("d", 1800), item("e", 900)]
+    items = [item("a"), item("e", 900), item("b"), item("b", 900), item("b"), item("c"), item("d", 1800), item("c")]
     pytest_collection_modifyitems(items)
-    assert [str(each.path) for each in items] == ["d", "b", "b", "b", "e", "a", "c"]
+    assert [str(each.path) for each in items] == ["d", "b", "b", "b", "e", "c", "c", "a"]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlcore.atomic import is_special
+from rlcore.errors import printable
 from rlcore.nn import safetensors_library
 
 
@@ -14,9 +15,9 @@ class DamageError(Exception):
     """A file is not what was written. The caller, who knows the checkpoint, raises a CheckpointError that names it."""
 
     def __init__(self, path: Path, why: object) -> None:
-        super().__init__(f"{path}: {why}")
         self.path = path
-        self.why = str(why)
+        self.why = printable(str(why))
+        super().__init__(f"{path}: {self.why}")
 
 
 @contextmanager

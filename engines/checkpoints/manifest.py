@@ -18,7 +18,7 @@ SCHEMA = "rlcore.checkpoint/4"
 WITHOUT_DIGESTS = "rlcore.checkpoint/3"
 NAME = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{12}")
-_GROUP = re.compile(r"[a-z]+")
+_GROUP = re.compile(r"[a-z]{1,32}")
 
 
 class CheckpointManifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         schema = msgspec.json.decode(text, type=_Schema).schema
         if schema not in (SCHEMA, WITHOUT_DIGESTS):
             raise CheckpointError(
-                f"{path} has the format {schema!r}; this rlcore reads {SCHEMA!r} and {WITHOUT_DIGESTS!r}"
+                f"{path} has the format {schema!r:.50}; this rlcore reads {SCHEMA!r} and {WITHOUT_DIGESTS!r}"
             )
         manifest = msgspec.json.decode(text, type=CheckpointManifest)
         _check(manifest, path)
@@ -97,7 +97,7 @@ def _check(manifest: CheckpointManifest, path: Path) -> None:
     if not _DATA.fullmatch(manifest.data):
         raise DamageError(path, f"its data must be a folder data-<12 hexadecimal digits>, not {manifest.data!r}")
     if wrong := [group for group in manifest.groups if not _GROUP.fullmatch(group)]:
-        raise DamageError(path, f"its groups must be words of the letters a to z, not {wrong[0]!r}")
+        raise DamageError(path, f"its groups must be words of 1 to 32 letters a to z, not {wrong[0]!r:.50}")
     if manifest.num_parts < 1:
         raise DamageError(path, f"its num_parts must be at least 1, not {manifest.num_parts}")
 

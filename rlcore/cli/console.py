@@ -147,7 +147,7 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
         console.print(_table(header, rows))
         return
     for row in rows:
-        console.print(_block(header, row, console.width))
+        console.print(_block(header, row, console))
 
 
 def _table(header: Row, rows: Sequence[Row]) -> Table:
@@ -161,7 +161,7 @@ def _table(header: Row, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _block(header: Row, row: Row, width: int) -> Text:
+def _block(header: Row, row: Row, console: Console) -> Text:
     """Return the first cell of a row, and indented below it the other cells with their column names."""
     from rich.text import Text
 
@@ -171,10 +171,12 @@ def _block(header: Row, row: Row, width: int) -> Text:
         if cell
     ]
     found, left = _cell(row[0]), 0
-    for part in shown:
+    for one in shown:
+        is_whole = one.cell_len <= console.width - 4
+        part = one if is_whole else Text("\n      ").join(one.wrap(console, console.width - 6))
         is_on_new_line = part.cell_len > left
         found.append("\n    " if is_on_new_line else "  ").append_text(part)
-        left = (width - 4 if is_on_new_line else left) - part.cell_len - 2
+        left = (console.width - 4 if is_on_new_line else left) - part.cell_len - 2
     return found
 
 

@@ -19,13 +19,14 @@ def copy_examples(folder: Path, *, force: bool = False) -> list[Path]:
     Raises:
         InvalidInputError: a file of that name exists, or the folder is not writable; nothing is replaced.
     """
-    copies = {source: folder / source.name for source in sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.yaml")])}
+    programs = sorted(path for path in FOLDER.rglob("*") if path.suffix in (".py", ".yaml"))
+    copies = {source: folder / source.relative_to(FOLDER) for source in programs}
     there = [copy for copy in copies.values() if copy.exists()]
     if there and not force:
         raise InvalidInputError(f"{there[0]} exists; give another folder, or --force to replace the examples in it")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for source, copy in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
             write_file(copy, source.read_bytes())
     except OSError as error:
         message = f"cannot write examples to {folder}: {error.strerror}; give a folder that can be written to"

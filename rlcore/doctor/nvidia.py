@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.devices.cuda.nvml import Nvml
@@ -14,14 +15,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def driver(build: TorchBuild | None, path: Path = DRIVER) -> CheckVerdict:
     """Check the driver against the CUDA version of the torch build."""
-    if not path.exists():
-        return ok("no NVIDIA driver on this machine")
-    try:
-        with Nvml() as nvml:
-            version, newest = nvml.driver_version(), nvml.cuda_version()
-    except (MissingDependencyError, DeviceError) as error:
-        return _unanswered(error, path)
-    return _suits(build, f"{version}, for CUDA {newest[0]}.{newest[1]} and before", newest[0])
+
+    def judge(nvml: Nvml) -> CheckVerdict:
+        version, newest = nvml.driver_version(), nvml.cuda_version()
+        return _suits(build, f"{version}, for CUDA {newest[0]}.{newest[1]} and before", newest[0])
+
+    return _asked(path, judge)
 
 
 def _suits(build: TorchBuild | None, found: str, newest_major: int) -> CheckVerdict:
@@ -39,13 +38,11 @@ def _suits(build: TorchBuild | None, found: str, newest_major: int) -> CheckVerd
 
 def peer_access(path: Path = DRIVER) -> CheckVerdict:
     """Check which GPUs can access each other's memory without the host."""
-    if not path.exists():
-        return ok("no NVIDIA driver on this machine")
-    try:
-        with Nvml() as nvml:
-            gpus, links = nvml.gpus(), nvml.links()
-    except (MissingDependencyError, DeviceError) as error:
-        return _unanswered(error, path)
+    return _asked(path, _paths)
+
+
+def _paths(nvml: Nvml) -> CheckVerdict:
+    gpus, links = nvml.gpus(), nvml.links()
     if not links:
         return ok(f"{len(gpus)} GPU")
     apart = [f"{link.first}-{link.second}" for link in links if not link.has_peer_access]
@@ -59,7 +56,14 @@ def peer_access(path: Path = DRIVER) -> CheckVerdict:
     )
 
 
-def _unanswered(error: MissingDependencyError | DeviceError, path: Path) -> CheckVerdict:
-    if isinstance(error, DeviceError):
+def _asked(path: Path, judge: Callable[[Nvml], CheckVerdict]) -> CheckVerdict:
+    """Return what ``judge`` finds through NVML, or why it could not ask."""
+    if not path.exists():
+        return ok("no NVIDIA driver on this machine")
+    try:
+        with Nvml() as nvml:
+            return judge(nvml)
+    except DeviceError as error:
         return fail(str(error), "nvidia-smi; if that fails too, reboot, or install the driver again")
-    return warn(f"{path.read_text().splitlines()[0]}; {error}", "pip install 'rlcore[cuda]'")
+    except MissingDependencyError as error:
+        return warn(f"{path.read_text().splitlines()[0]}; {error}", "pip install 'rlcore[cuda]'")

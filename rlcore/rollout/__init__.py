@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rlcore.rollout.client import RolloutClient as RolloutClient
     from rlcore.rollout.controller import RolloutController as RolloutController
     from rlcore.rollout.episode import Episode as Episode
+    from rlcore.rollout.remote_verifier import RemoteVerifier as RemoteVerifier
     from rlcore.rollout.reward_pool import RewardPool as RewardPool
     from rlcore.rollout.staleness import StalenessBound as StalenessBound
     from rlcore.rollout.trajectory import Trajectory as Trajectory
@@ -22,6 +23,7 @@ _HOME = {
     "Episode": "episode",
     "Grouped": "workflow",
     "MultiTurn": "workflow",
+    "RemoteVerifier": "remote_verifier",
     "RewardPool": "reward_pool",
     "RolloutClient": "client",
     "RolloutController": "controller",

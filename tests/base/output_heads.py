@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,8 @@ class FoundHead(NamedTuple):
     reason: str = ""
 
 
-def found_heads() -> Iterator[FoundHead]:
-    import transformers
+def model_classes() -> dict[str, str]:
+    """Return the model type of each class, by the names of the classes in their order."""
     from transformers.models.auto import modeling_auto
 
     classes: dict[str, str] = {}
@@ -49,11 +48,13 @@ def found_heads() -> Iterator[FoundHead]:
         for model_type, names in mapping.items():
             for name in [names] if isinstance(names, str) else names:
                 classes.setdefault(name, model_type)
-    for name, model_type in sorted(classes.items()):
-        yield _found_head(getattr(transformers, name), name, model_type)
+    return dict(sorted(classes.items()))
 
 
-def _found_head(model_class: Any, name: str, model_type: str) -> FoundHead:
+def found_head(name: str, model_type: str) -> FoundHead:
+    import transformers
+
+    model_class = getattr(transformers, name)
     policy = type(name, (HuggingFaceTrainModule, model_class), {})
     try:
         config = model_class.config_class(**LACKING.get(model_type, {}))
@@ -76,7 +77,7 @@ def _formula(softcap: float | None, logit_scale: float) -> str:
 def table() -> str:
     """Return the formulas, and the classes that have each."""
     by_formula: dict[str, list[str]] = {}
-    for found in found_heads():
+    for found in map(found_head, *zip(*model_classes().items(), strict=True)):
         by_formula.setdefault(found.formula, []).append(found.class_name)
     rows = sorted(by_formula.items(), key=lambda row: (row[0] in {REFUSED, NOT_MADE}, -len(row[1]), row[0]))
     lines = ["| logits, z = hidden @ weight.T + bias | classes |", "| --- | --- |"]

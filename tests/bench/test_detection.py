@@ -28,6 +28,8 @@ TWICE = Sampling(min_samples=2, max_samples=2, max_warmup=10, shortest_sample_s=
 """Several runs a sample: when a kernel of a millisecond begins and ends is known to some microseconds."""
 SCRIPT = str(Path(__file__).with_name("steady_cases.py"))
 SIDES = ("before", "after")
+AS_THEY_WERE = ("steady/product_320", "steady/exp", "steady/sort", "steady/layer_norm")
+"""Bound by arithmetic, by a special function, by branches, and by memory."""
 
 
 def taken_in_turns(
@@ -88,12 +90,12 @@ def test_planted_30_percent_are_found_in_runs_one_after_the_other_or_others_used
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_planted_slowdown_of_10_percent_is_found_with_30_samples_and_nothing_else_is(tmp_path: Path) -> None:
-    path, all_cases = tmp_path / "both.json", list(cases().values())
-    found = taken_in_turns(path, "cpu", all_cases, slowdown=0.1, sampling=ONCE, rounds=ROUNDS)
+    path, of = tmp_path / "both.json", [cases()[name] for name in (PLANTED, *AS_THEY_WERE)]
+    found = taken_in_turns(path, "cpu", of, slowdown=0.1, sampling=ONCE, rounds=ROUNDS)
     print(shown(found))
     verdicts = {row.case: row.verdict for row in found.rows}
     is_found = verdicts.pop(PLANTED) == "slower"
-    is_alone = sum(verdict != "about equal" for verdict in verdicts.values()) <= 0.05 * len(verdicts)
+    is_alone = set(verdicts.values()) == {"about equal"}
     (planted,) = (row.difference for row in found.rows if row.case == PLANTED)
     is_undecided = "cannot tell" in verdicts.values()
     is_shared = any(mark.startswith("shared") for row in found.rows for mark in row.marks)

@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from rlcore import atomic
-from rlcore.chaos import program
+from rlcore.chaos import faults, process_faults, program
 from rlcore.chaos.channel import run_rounds
 from rlcore.chaos.checks import ViolationError
 from rlcore.chaos.engines import Engines
@@ -118,6 +118,10 @@ def a_mixture_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def close_waits_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the deadline of the stopped worker, twice what close() may take: less of both shows the same sooner."""
+    monkeypatch.setattr(process_faults, "CLOSE_S", 10.0)
+    monkeypatch.setitem(faults._LONGEST_S, "close", 10.0)
+
     def close(self: CheckpointedEngine) -> None:
         try:
             self._settle_save()

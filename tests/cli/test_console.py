@@ -57,7 +57,7 @@ def test_a_table_that_does_not_fit_is_a_block_for_each_row(terminal: Callable[[i
         "    verdict about equal",
         "kernels/gae",
         "    verdict slower slower slower slower slower",
-        "slower slower slower slower slower",
+        "      slower slower slower slower slower",
     ]
 
 

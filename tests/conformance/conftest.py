@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -102,7 +103,10 @@ def simdev_python(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPath
     """The interpreter of a virtual environment with simdev, and with what this interpreter has."""
     if reason := _why_no_extension():
         pytest.skip(f"simdev cannot be built: {reason}")
-    wheel = _built(pytestconfig.cache.mkdir("simdev"), tmp_path_factory)
+    cache = pytestconfig.cache.mkdir("simdev")
+    with (cache.parent / "simdev.lock").open("w") as lock:  # two files of tests may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wheel = _built(cache, tmp_path_factory)
     environment = tmp_path_factory.mktemp("simdev") / "venv"
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"

@@ -6,7 +6,8 @@ from tests.warm import WarmPopen, fork_server, starting
 
 _SERVER = fork_server()
 
-from rlcore.process import message_child  # noqa: E402  # the fork has nothing of rlcore
+from rlcore.engines.launchers import worker_process  # noqa: E402  # the fork has nothing of rlcore
+from rlcore.process import message_child  # noqa: E402
 
 
 class _Popen(WarmPopen):
@@ -14,4 +15,4 @@ class _Popen(WarmPopen):
         return _SERVER
 
 
-message_child.subprocess = starting(_Popen)  # type: ignore[attr-defined]
+message_child.subprocess = worker_process.subprocess = starting(_Popen)  # type: ignore[attr-defined]

@@ -455,6 +455,8 @@ def test_a_handle_that_differs_from_the_ledger_is_refused(device: Any, peer: Pee
         ({"stride": (1,)}, r"at least 0 and a stride for each size"),
         ({"storage_offset_bytes": -8}, r"at least 0"),
         ({"exporter": "socket"}, r"IpcHandle.exporter must be the path of a socket, got 'socket'"),
+        ({"exporter": "/run/\x1b[31m"}, r"IpcHandle.exporter must be the path of a socket, got '/run/\\x1b"),
+        ({"export_id": "1\x12"}, r"IpcHandle.export_id must be printable, got '1\\x12'"),
     ],
 )
 def test_a_handle_is_checked_when_it_is_made_or_read(device: Any, changes: dict[str, Any], message: str) -> None:

@@ -20,7 +20,8 @@ from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from tests.warm import LIMIT_S
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "plugins.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "plugins.md"
 _BLOCK = re.compile(r"(?:^`(?P<path>\S+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -58,10 +59,14 @@ class Reader:
         return number
 
     def _run(self, command: str, expected: str) -> None:
+        settings = {"PATH": self._path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+        if "-executor " in command:
+            settings["PYTEST_ADDOPTS"] += " -p warm_suite"
+            settings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "conformance"), str(ROOT)])
         found = subprocess.run(
             ["bash", "-c", command],
             cwd=self._folder,
-            env=os.environ | {"PATH": self._path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"},
+            env=os.environ | settings,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -74,6 +79,7 @@ class Reader:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # together minutes: the file begins early
 @pytest.mark.parametrize(("part", "num_commands"), [(0, 8), (1, 5), (2, 3)], ids=["device", "sampler", "trainer"])
 def test_the_tutorial(tmp_path: Path, part: int, num_commands: int) -> None:
     """Each part that writes one class, with the files of those before it."""

@@ -190,6 +190,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda folder: edit(folder, groups=["../x"]),
         r"manifest\.json: its groups must be words",
     ),
+    "group of a name that no file can have": (
+        lambda folder: edit(folder, groups=["a" * 5000]),
+        r"its groups must be words of 1 to 32 letters a to z, not 'a{49};",
+    ),
+    "field that commands a terminal": (
+        lambda folder: edit(folder, **{"\x1b[31m": 1}),
+        r"manifest\.json: Object contains unknown field `\\x1b\[31m`",
+    ),
     "no parts": (lambda folder: edit(folder, num_parts=0), r"manifest\.json: its num_parts must be at least 1, not 0"),
     "other values": (lambda folder: edit(folder, state={}), r"manifest\.json: it differs from the digest in it"),
     "no group": (lambda folder: edit(folder, groups=["weights", "rng"]), r"manifest\.json: it differs from the digest"),

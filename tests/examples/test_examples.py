@@ -25,11 +25,12 @@ ELSEWHERE = (
     "addition.py",
     "areal_grpo.py",
     "async_grpo.py",
+    "lightrft_grpo.py",
     "reward_model.py",
     "rlite_tutorial.py",
     "sampler_parity.py",
     "tinker_grpo.py",
-)  # docs/rollout.md, docs/train.md, docs/vllm.md
+)  # docs/migrating.md, docs/rollout.md, docs/train.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]
@@ -55,13 +56,16 @@ def test_the_guide_shows_the_example_as_it_is(path: Path) -> None:
 def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "examples"
     found = CliRunner().invoke(cli.app, ["examples", str(folder)])
-    sources = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".yaml"))
-    assert found.stdout.splitlines() == [str(folder / source.name) for source in sources]
-    assert [file.read_bytes() for file in sorted(folder.iterdir())] == [source.read_bytes() for source in sources]
+    sources = sorted(path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".yaml"))
+    names = [source.relative_to(ROOT / "examples") for source in sources]
+    assert Path("algorithms", "grpo.py") in names
+    assert found.stdout.splitlines() == [str(folder / name) for name in names]
+    assert sorted(file for file in folder.rglob("*") if file.is_file()) == [folder / name for name in names]
+    assert [(folder / name).read_bytes() for name in names] == [source.read_bytes() for source in sources]
     (folder / "framework_author.py").unlink()
     (folder / "researcher.py").write_text("my changes")
     refused = CliRunner().invoke(cli.app, ["examples", str(folder)])
-    told = f"{folder / sources[0].name} exists; give another folder, or --force to replace the examples in it"
+    told = f"{folder / names[0]} exists; give another folder, or --force to replace the examples in it"
     assert str(refused.exception) == told
     assert (folder / "researcher.py").read_text() == "my changes" and not (folder / "framework_author.py").exists()
     assert CliRunner().invoke(cli.app, ["examples", str(folder), "--force"]).exit_code == 0

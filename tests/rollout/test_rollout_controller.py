@@ -60,7 +60,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("max_staleness", [0, 2, *(pytest.param(most, marks=pytest.mark.slow) for most in (1, 4))])
 def test_no_token_is_staler_than_the_bound_and_none_is_thrown_away(max_staleness: int) -> None:
     draw, trainer = random.Random(1), SimulatedTrainer()
     items = [draw.choice([1, 2, 3, 60]) for _ in range(1000)]

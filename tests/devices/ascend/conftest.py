@@ -23,23 +23,26 @@ RunSimulated = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
-def _simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def _simulated(made_once: Callable[..., Path]) -> Iterator[dict[str, str]]:
     """Variables of the environment. CANN_SIM_ENVIRONMENT names a folder to keep it in; CANN_SIM_WHEELS has wheels."""
     for tool in ("gcc", "g++", "nm"):
         if shutil.which(tool) is None:
             pytest.skip(f"the simulated CANN cannot be built: there is no {tool}")
-    kept = os.environ.get("CANN_SIM_ENVIRONMENT")
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("cann_sim") / "environment"
-    if not (folder / "activate").exists():
-        command = [sys.executable, str(SIM / "environment.py"), str(folder)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if "cannot be installed" in made.stderr:
-            pytest.skip(made.stderr.strip().splitlines()[-1])
-        assert made.returncode == 0, made.stderr
+    folder = Path(os.environ.get("CANN_SIM_ENVIRONMENT") or made_once("cann_sim", _make))
+    if not (folder / "activate").exists():  # the user's
+        _make(folder)
     lines = (folder / "activate").read_text().splitlines()
     yield dict(line.removeprefix("export ").replace("'", "").split("=", 1) for line in lines)
     for left in Path("/dev/shm").glob(f"cann_sim-{os.getuid()}*"):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _make(folder: Path) -> None:
+    command = [sys.executable, str(SIM / "environment.py"), str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot be installed" in made.stderr:
+        pytest.skip(made.stderr.strip().splitlines()[-1])
+    assert made.returncode == 0, made.stderr
 
 
 @pytest.fixture

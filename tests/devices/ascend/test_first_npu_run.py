@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 from rlcore.bench.case import load_cases
 from rlcore.registry import registry
 from tests.accuracy import assert_within_rounding
-from tests.warm import LIMIT_S
+from tests.quickstart import learnt_run
+from tests.warm import ENGINES, LIMIT_S, run_warm
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "first_npu_run.sh"
 SECRET = "hf_Abcdefghijklmnop"
@@ -184,41 +186,27 @@ def test_an_interrupt_packs_what_is_done(tmp_path: Path) -> None:
     assert b"torch==" in found["packages.txt"]
 
 
-_ON_CPU = """
-from pathlib import Path
-from rlcore.quickstart import run
-from rlcore.quickstart.config import QuickstartConfig
-
-class Exporting(run.Quickstart):
-    def record(self, metrics):
-        if metrics["step"] == 0:
-            self.train.export(Path("start"))
-        super().record(metrics)
-
-run.Quickstart = Exporting
-raise SystemExit(run.run(QuickstartConfig(device="cpu", steps=%d, output=Path("on_cpu"))))
-"""
-"""What ``rlcore quickstart --device cpu`` runs, which also leaves the model that imitation made."""
-
-
 def curve(lines: bytes) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines.decode().splitlines()]
 
 
 @pytest.mark.npu_sim
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(_simulated: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.timeout(3600)
+def test_what_is_sent_and_the_quickstarts_curve_is_the_cpus(
+    _simulated: dict[str, str], made_once: Callable[..., Path], tmp_path: Path
+) -> None:
     """The model is the one with which GRPO began on the CPU.
 
     All steps but the conformance suite, which test_simulated.py runs by the same command, and the benchmark, which
     would first measure for minutes what a simulation can do.
     """
-    threads = os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_RUNTIME": str(tmp_path / "run")}
-    command = [sys.executable, "-c", _ON_CPU % STEPS]
-    subprocess.run(command, cwd=tmp_path, env=threads, check=True, capture_output=True, timeout=500)
+    model = made_once("learnt_run", learnt_run.learn) / "start"
+    command = ["-m", "rlcore", "quickstart", "--device", "cpu", "--model", str(model), "--steps", str(STEPS)]
+    on_cpu = run_warm([*command, "--output", "on_cpu"], cwd=tmp_path, modules=ENGINES)
+    assert on_cpu.returncode == 0, on_cpu.stderr
     wanted = {"packages": 0, "doctor": 0, "devices": 0, "operators": 0, "pair": 0, "quickstart": 0}
-    env = {"DEVICE": "npu", "MODEL": str(tmp_path / "start"), "STEPS": str(STEPS)}
+    env = {"DEVICE": "npu", "MODEL": str(model), "STEPS": str(STEPS)}
     python = Path(_simulated["PATH"].split(":")[0], "python")
     log = {"CANN_SIM_LOG": str(tmp_path / "cann.log")}
     run = start(tmp_path, *wanted, **(_simulated | log | env | {"PYTHON": str(python)}))

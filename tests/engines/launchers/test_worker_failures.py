@@ -362,8 +362,8 @@ def test_a_worker_that_hangs_in_its_start_shows_its_stack(start_group: Start) ->
 
     with (
         start_group(Worker),  # the process is there, and has imported what takes long
-        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 20 s on rank 0") as caught,
-        start_group(Slow, timeout_s=20.0),  # in which it reaches __init__ on a busy machine, too
+        pytest.raises(WorkerTimeoutError, match=r"start\(\) did not end within 6 s on rank 0") as caught,
+        start_group(Slow, timeout_s=6.0),  # in which it reaches __init__ on a busy machine, too
     ):
         pass
     assert "in __init__" in str(caught.value)

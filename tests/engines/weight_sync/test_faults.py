@@ -42,6 +42,8 @@ from tests.engines.ask import ask
 
 SIZES = Sizes(layers=1)
 STAGING_BYTES = 4096
+STOPPED_S = 8.0
+"""The deadline of a sync in which a process is stopped."""
 
 # --------------------------------------------------------------------------- damaged messages, in one process
 
@@ -304,8 +306,8 @@ def harm(engines: Engines, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> Non
     side, how, method, route = fault
     victim = (train if side == "trainer" else infer).executors[0].workers[-1]
     train.add(0.5)
-    # Only who is stopped is waited for so long. The steps of the others need a part of it, however busy the machine is.
-    timeout_s = 100.0 if how == "SIGKILL" else 20.0
+    # Only who is stopped is waited for so long: each step of the others, of some KiB, takes milliseconds.
+    timeout_s = 100.0 if how == "SIGKILL" else STOPPED_S
     before(engines, method, lambda: os.kill(victim.process_id, getattr(signal, how)), monkeypatch)
     started = time.monotonic()
     with pytest.raises(RlcoreError) as caught:

@@ -1,0 +1,26 @@
+"""TTRL (arXiv:2504.16084): no answer is known; the one that most samples agree on is taken for right."""
+
+from collections import Counter
+
+import torch
+
+from rlcore.examples.algorithms.loop import Algorithm, Rollout, Run, main
+
+
+class TTRL(Algorithm):
+    """Test-time reinforcement learning by majority vote."""
+
+    def rollout(self, run: Run) -> Rollout:
+        sampled = run.sample(run.num_problems)
+        votes = [majority_rewards([answer.text for answer in output.outputs]) for output in sampled.outputs]
+        return Rollout(sampled.problems, sampled.outputs, torch.tensor(votes))
+
+
+def majority_rewards(answers: list[str]) -> list[float]:
+    """Return 1 for each answer that is the most frequent one, the first of several, else 0."""
+    [(elected, _)] = Counter(answers).most_common(1)
+    return [float(answer == elected) for answer in answers]
+
+
+if __name__ == "__main__":
+    main(TTRL())

@@ -1,0 +1,65 @@
+"""LightRFT's losses of padded actions, by rlcore's terms: the mean of each sequence, then of the batch.
+
+Letters: N sequences, A actions.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.errors import UnsupportedError
+from rlcore.kernels.losses.penalty import KLKind
+from rlcore.ops import cpgd, kl, ppo_clip
+
+
+class PolicyLoss(nn.Module):
+    """PPO's clipped loss, or CPGD's."""
+
+    def __init__(
+        self,
+        clip_eps: float = 0.2,
+        use_dapo: bool = False,
+        use_cpg_loss: bool = False,
+        high_entropy_token_ratio: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if use_dapo:
+            raise UnsupportedError(
+                "PolicyLoss(use_dapo=True)", "LightRFT ignores it; examples/algorithms/dapo.py has the whole algorithm"
+            )
+        self.high_entropy_token_ratio = high_entropy_token_ratio
+        term = cpgd if use_cpg_loss else ppo_clip
+        self._term = term(clip_low=clip_eps, clip_high=clip_eps)
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        entropy_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss over the tokens of ``entropy_mask``, or else of ``action_mask``; all are [N, A]."""
+        value_NA, _ = self._term(log_probs, None, {"old_logprobs": old_log_probs, "advantages": advantages})
+        return masked_mean(value_NA, action_mask if entropy_mask is None else entropy_mask, dim=-1).mean()
+
+
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
+) -> Tensor:
+    """Return an estimate of the divergence from the base at each token, [N, A]."""
+    value_NA, _ = kl(kind=cast(KLKind, kl_estimator), coef=1.0)(log_probs, None, {"ref_logprobs": log_probs_base})
+    return value_NA if action_mask is None else value_NA * action_mask
+
+
+def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """Return the mean where the mask is, 0 where it is nowhere."""
+    if mask is None:
+        return tensor.mean() if dim is None else tensor.mean(dim)
+    kept, count = torch.where(mask.bool(), tensor, 0), mask.bool()
+    if dim is None:
+        return kept.sum() / count.sum().clamp(min=1)
+    return kept.sum(dim) / count.sum(dim).clamp(min=1)

@@ -1,0 +1,158 @@
+"""``RemoteVerifier``: rewards from a server over HTTP, many in a request, while other episodes generate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self
+
+from rlcore.arguments import COUNT, Kind, takes
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
+
+_SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
+_URL = Kind(
+    "an address that begins with http:// or https://",
+    lambda value: isinstance(value, str) and value.startswith(("http://", "https://")),
+)
+_MOST_BYTES = 1 << 24
+"""The most bytes of an answer: what is longer is none of rewards."""
+
+
+class RemoteVerifier:
+    """A reward function that asks a server: ``SingleTurn(RemoteVerifier("http://host:8000/verify"))``.
+
+    What waits while ``max_requests`` are under way goes together in the next one: ``POST {"items": [{"data": ...,
+    "text": ...}, ...]}``, answered by ``{"rewards": [...]}`` with a number for each item. It belongs to one event loop,
+    that of a ``RolloutController``.
+
+    Args:
+        timeout_s: the longest that one request may take.
+        max_items: the most items of a request.
+        max_requests: the most requests at a time.
+        headers: further headers, such as ``{"Authorization": ...}``.
+    """
+
+    @takes("RemoteVerifier", url=_URL, timeout_s=_SECONDS, max_items=COUNT, max_requests=COUNT)
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 15.0,
+        max_items: int = 64,
+        max_requests: int = 4,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._url, self._timeout_s, self._max_items, self._max_requests = url, timeout_s, max_items, max_requests
+        self._headers = {"Content-Type": "application/json"} | dict(headers or {})
+        self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="rlcore-verifier")
+        self._waiting: list[tuple[str, asyncio.Future[float]]] = []
+        self._requests: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def __call__(self, data: Any, text: str) -> float:
+        """Return the reward of one answer.
+
+        Raises:
+            RolloutTimeoutError: the server did not answer in time.
+            RolloutError: it cannot be reached, answered with an error, or with something else than a reward an item.
+            InvalidInputError: ``data`` is no plain data.
+        """
+        if self._is_closed:
+            raise StateError("the RemoteVerifier is closed; make another")
+        try:
+            item = json.dumps({"data": data, "text": text})
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(f"an item for {self._url} must be plain data: {error}") from error
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, answer))
+        asyncio.get_running_loop().call_soon(self._send)  # after the others that are ready now
+        return await answer
+
+    def close(self) -> None:
+        """Let no request begin any more; those under way end by their deadline."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self) -> None:
+        self._waiting = [one for one in self._waiting if not one[1].done()]  # without cancelled episodes
+        while self._waiting and len(self._requests) < self._max_requests:
+            together, self._waiting = self._waiting[: self._max_items], self._waiting[self._max_items :]
+            request = asyncio.ensure_future(self._ask(together))
+            self._requests.add(request)
+            request.add_done_callback(self._ended)
+
+    def _ended(self, request: asyncio.Task[None]) -> None:
+        self._requests.discard(request)
+        self._send()
+
+    async def _ask(self, together: list[tuple[str, asyncio.Future[float]]]) -> None:
+        body = f'{{"items": [{", ".join(item for item, _ in together)}]}}'.encode()
+        loop = asyncio.get_running_loop()
+        try:
+            rewards = await loop.run_in_executor(self._threads, self._rewards, body, len(together))
+        except BaseException as error:
+            for _, answer in together:
+                if not answer.done():
+                    answer.set_exception(error if isinstance(error, Exception) else RolloutError(f"{error!r}"))
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, answer), reward in zip(together, rewards, strict=True):
+            if not answer.done():
+                answer.set_result(reward)
+
+    def _rewards(self, body: bytes, count: int) -> list[float]:
+        deadline = time.monotonic() + self._timeout_s
+        request = urllib.request.Request(self._url, body, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                text = self._read(response, deadline)
+        except urllib.error.HTTPError as error:
+            raise RolloutError(
+                f"{self._url} answered {error.code}: {error.read(500).decode(errors='replace')}"
+            ) from None
+        except TimeoutError as error:
+            raise self._late() from error
+        except OSError as error:
+            if isinstance(getattr(error, "reason", None), TimeoutError):
+                raise self._late() from error
+            raise RolloutError(f"{self._url} cannot be asked: {error}") from error
+        return self._checked(text, count)
+
+    def _read(self, response: Any, deadline: float) -> bytes:
+        """Read the answer; a server that sends a little at a time is late as well."""
+        parts, size = [], 0
+        while part := response.read1(65536):
+            parts.append(part)
+            size += len(part)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if size > _MOST_BYTES:
+                raise RolloutError(f"{self._url} answered more than {_MOST_BYTES} bytes, which are no rewards")
+        return b"".join(parts)
+
+    def _late(self) -> RolloutTimeoutError:
+        return RolloutTimeoutError(f"{self._url} did not answer within {self._timeout_s:g} s")
+
+    def _checked(self, text: bytes, count: int) -> list[float]:
+        try:
+            rewards = json.loads(text)["rewards"]
+            found = [float(one) for one in rewards]
+        except (ValueError, TypeError, KeyError) as error:
+            told = f'{self._url} must answer {{"rewards": [numbers]}}, got {text[:200]!r}'
+            raise RolloutError(told) from error
+        if len(found) != count or not all(map(math.isfinite, found)):
+            raise RolloutError(f"{self._url} must answer {count} finite rewards, got {len(found)}: {found[:8]}")
+        return found

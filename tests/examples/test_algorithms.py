@@ -1,0 +1,109 @@
+"""The programs in examples/algorithms/: what is particular to each, and that each of them learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.examples.algorithms import (
+    cpgd,
+    dapo,
+    dr_grpo,
+    grpo,
+    gspo,
+    high_entropy,
+    loop,
+    ppo,
+    reinforce_plus_plus,
+    rloo,
+    ttrl,
+)
+from rlcore.quickstart import task
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "algorithms"
+ALGORITHMS = {
+    "cpgd": cpgd.CPGD,
+    "dapo": dapo.DAPO,
+    "dr_grpo": dr_grpo.DrGRPO,
+    "grpo": grpo.GRPO,
+    "gspo": gspo.GSPO,
+    "high_entropy": high_entropy.HighEntropy,
+    "ppo": ppo.PPO,
+    "reinforce_plus_plus": reinforce_plus_plus.ReinforcePlusPlus,
+    "rloo": rloo.RLOO,
+    "ttrl": ttrl.TTRL,
+}
+
+
+def test_every_program_is_here_and_short() -> None:
+    programs = {path.stem: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
+    del programs["loop"]
+    assert sorted(programs) == sorted(ALGORITHMS) and max(programs.values()) < 120
+
+
+def answers(*lengths: int) -> Any:
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * length) for length in lengths])
+
+
+def rollout(rewards: list[list[float]]) -> loop.Rollout:
+    problems = [task.Problem(row, row) for row in range(len(rewards))]
+    return loop.Rollout(problems, [answers(*[2] * len(row)) for row in rewards], torch.tensor(rewards))
+
+
+def test_overlong_answers_lose_along_a_line() -> None:
+    found = dapo.overlong_penalty(torch.tensor([1, 6, 7, 8, 10, 12]), max_tokens=10, buffer=4)
+    assert found.tolist() == [0, 0, -0.25, -0.5, -1, -1]
+
+
+def test_dapo_draws_until_enough_problems_have_both_answers() -> None:
+    drawn = [[[1.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [1.0, 0.0]], [[0.0, 1.0], [1.0, 0.0]]]
+    supply = iter(drawn)
+    run: Any = SimpleNamespace(num_problems=2, max_tokens=8, sample=lambda count: rollout(next(supply)))
+    found = dapo.DAPO().rollout(run)
+    assert found.rewards.tolist() == [[0, 1], [1, 0]] and len(found.problems) == len(found.outputs) == 2
+    assert next(supply) == drawn[3]  # no more was drawn than was needed
+    supply = iter([drawn[1]] * 8)
+    assert dapo.DAPO().rollout(run).rewards.tolist() == drawn[1]
+
+
+def test_a_reward_is_at_the_last_token_that_counts() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [1, 0, 1, 0]]).bool()
+    found = reinforce_plus_plus.token_rewards(torch.tensor([2.0, 3.0, 4.0]), mask)
+    assert found.tolist() == [[0, 0, 2, 0], [0, 0, 0, 3], [0, 0, 4, 0]]
+
+
+def test_the_majority_is_right() -> None:
+    assert ttrl.majority_rewards(["3", "5", "5", "7"]) == [0, 1, 1, 0]
+    assert ttrl.majority_rewards(["3", "5"]) == [1, 0]
+
+
+def test_the_tokens_of_high_entropy_are_those_of_the_batch() -> None:
+    entropy = torch.tensor([[9.0, 1.0, 5.0], [9.0, 2.0, 4.0]])
+    mask = torch.tensor([[0, 1, 1], [0, 1, 1]]).bool()
+    found = high_entropy.high_entropy_mask(entropy, mask, share=0.5)
+    assert found.tolist() == [[False, False, True], [False, False, True]]
+    assert high_entropy.high_entropy_mask(entropy, mask, share=0.01).sum() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_it_learns(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward that an untrained model finds at once, the share of sevens; or the algorithm's own."""
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path_factory.getbasetemp() / "algorithms"))
+    monkeypatch.setenv("RLCORE_DEVICE", "cpu")
+    monkeypatch.setattr(loop.Run, "verify", lambda run, problem, text: text.count("7") / 3)
+    rewards: list[float] = []
+    step = loop.Run.step
+
+    def kept(run: loop.Run) -> float:
+        rewards.append(step(run))
+        return rewards[-1]
+
+    monkeypatch.setattr(loop.Run, "step", kept)
+    sizes = "--rate 3e-3 --steps 6 --problems 4 --samples 8 --held-out 8 --imitation 0"
+    loop.main(ALGORITHMS[name](), sizes.split())
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.15, rewards

@@ -1,0 +1,134 @@
+"""Rewards over HTTP: many in a request, deadlines, and what a server may do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
+from rlcore.rollout import RemoteVerifier
+
+
+class Server(ThreadingHTTPServer):
+    """Rewards an answer by its number; some texts make it misbehave. It keeps how many items each request had."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.sizes: list[int] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/verify"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
+        self.server.sizes.append(len(items))
+        texts = [item["text"] for item in items]
+        if texts == ["hang"]:
+            time.sleep(1)
+            return
+        self.server.may_answer.wait(20)
+        if texts == ["refuse"]:
+            self.send_error(503, "no room")
+            return
+        answers = {"few": {"rewards": []}, "nan": {"rewards": [float("nan")]}, "other": {"scores": [1]}}
+        rewards = {"rewards": [item["data"]["factor"] * len(item["text"]) for item in items]}
+        body = json.dumps(answers.get(texts[0], rewards)).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        for at in range(len(body)):
+            if texts == ["drip"]:
+                time.sleep(0.1)
+            self.wfile.write(body[at : at + 1] if texts == ["drip"] else body)
+            if texts != ["drip"]:
+                break
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_what_waits_goes_together_and_rewards_go_to_their_own(server: Server) -> None:
+    async def all_together() -> list[float]:
+        return await asyncio.gather(*(verifier({"factor": 10}, "x" * count) for count in range(1, 11)))
+
+    with RemoteVerifier(server.url, max_items=4, max_requests=2) as verifier:
+        assert asyncio.run(all_together()) == [10.0 * count for count in range(1, 11)]
+    assert sorted(server.sizes) == [2, 4, 4]
+
+
+def test_others_go_on_while_the_server_thinks_and_the_cancelled_are_not_asked(server: Server) -> None:
+    server.may_answer.clear()
+
+    async def beside() -> tuple[float, list[int]]:
+        first = asyncio.ensure_future(verifier({"factor": 1}, "a"))
+        while not server.sizes:
+            await asyncio.sleep(0.001)  # the loop is free
+        dropped, kept = (asyncio.ensure_future(verifier({"factor": 1}, text)) for text in ("bb", "ccc"))
+        await asyncio.sleep(0)
+        dropped.cancel()
+        server.may_answer.set()
+        return await kept, [len(server.sizes), int(await first)]
+
+    with RemoteVerifier(server.url, max_requests=1) as verifier:
+        assert asyncio.run(beside()) == (3.0, [2, 1])
+    assert server.sizes == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ("hang", RolloutTimeoutError, "did not answer within 0.3 s"),
+        ("drip", RolloutTimeoutError, "did not answer within 0.3 s"),
+        ("refuse", RolloutError, "answered 503: "),
+        ("few", RolloutError, "must answer 1 finite rewards, got 0"),
+        ("nan", RolloutError, r"must answer 1 finite rewards, got 1: \[nan\]"),
+        ("other", RolloutError, r'must answer {"rewards": \[numbers\]}, got '),
+    ],
+)
+def test_a_server_that_misbehaves_is_named(server: Server, text: str, kind: type[Exception], told: str) -> None:
+    async def asked() -> float:
+        return await verifier({"factor": 1}, text)
+
+    with RemoteVerifier(server.url, timeout_s=0.3) as verifier, pytest.raises(kind, match=told):
+        asyncio.run(asked())
+
+
+def test_wrong_arguments_are_refused(server: Server) -> None:
+    with pytest.raises(InvalidInputError, match="an address that begins with http"):
+        RemoteVerifier("file:///etc/passwd")
+    with pytest.raises(InvalidInputError, match="timeout_s"):
+        RemoteVerifier(server.url, timeout_s=0)
+    verifier = RemoteVerifier(server.url)
+    with pytest.raises(InvalidInputError, match="must be plain data"):
+        asyncio.run(verifier(object(), "x"))
+    verifier.close()
+    with pytest.raises(StateError, match="is closed; make another"):
+        asyncio.run(verifier({}, "x"))
+    with RemoteVerifier("http://127.0.0.1:9/x") as absent, pytest.raises(RolloutError, match="cannot be asked"):
+        asyncio.run(absent({}, "x"))
