@@ -85,6 +85,7 @@ def weights_of(exact: dict[str, Tensor], generator: torch.Generator) -> dict[str
     return {"weight": exact["weight"].float(), "bias": (exact["bias"] + cause).float()}
 
 
+@pytest.mark.slow
 def test_a_few_elements_of_one_cause_are_as_accurate_however_lucky_their_reference_is() -> None:
     generator, exact, alarms = torch.Generator().manual_seed(4), exact_weights(), 0
     for _ in range(200):

@@ -81,6 +81,7 @@ def test_import_adds_less_than_python_takes_to_start_one_and_a_half_times() -> N
     assert times_as_long("import rlcore", "pass", rounds=5) < 1 + IMPORT_BUDGET
 
 
+@pytest.mark.slow
 def test_the_budget_of_the_import_can_be_exceeded() -> None:
     code = "import rlcore, rlcore.registry, importlib.metadata, email, typer"
     assert times_as_long(code, "pass", rounds=3) > 1 + IMPORT_BUDGET

@@ -151,9 +151,10 @@ def fork_server() -> str:
 def _started(python: str, modules: tuple[str, ...]) -> str:
     """The folder with the socket of a warm process, which ends when its standard input does."""
     folder = tempfile.mkdtemp(prefix="warm-")
-    process = subprocess.Popen(
+    is_ours = python == sys.executable
+    process = (TorchPopen if modules and is_ours else subprocess.Popen)(  # torch has been imported once, then
         [python, _PROGRAM, "serve", folder, *modules],
-        env=without_settings() | {"OMP_NUM_THREADS": "1"} | warm_process.ROOM,
+        env=without_settings() | {"OMP_NUM_THREADS": "1"} | warm_process.room(is_larger=not modules),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C in a terminal is for the tests

@@ -21,9 +21,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 ALWAYS = ("torch", "typer", "rich.table", "pluggy", "msgspec", "pytest", "sympy")  # which torch.distributed imports
-ROOM = {"_WARM_ROOM": "-" * 16384}  # in the environment of ``serve``, whose memory that of a program takes over
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 KILL = signal.SIGUSR2  # is passed on as SIGKILL, which nobody can pass on
+
+
+def room(*, is_larger: bool = False) -> dict[str, str]:
+    """Return what makes the environment of ``serve`` large: that of a program takes its memory over.
+
+    Args:
+        is_larger: also for a program that is another ``serve``.
+    """
+    return {"_WARM_ROOM": "-" * (32768 if is_larger else 16384)}
 
 
 @contextlib.contextmanager
@@ -220,14 +228,14 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], stre
 
 
 def _show_in_proc(environment: dict[str, str]) -> None:
-    """Have /proc/PID/environ show this environment: workers are found by it. That of ``serve`` has room for it."""
+    """Have /proc/PID/environ show this environment: workers are found by it. That of ``serve`` has ``room`` for it."""
     import ctypes
 
     with open("/proc/self/stat") as file:
         start, end = map(int, file.read().rpartition(")")[2].split()[47:49])
     block = b"".join(os.fsencode(f"{name}={value}\0") for name, value in environment.items())
     if len(block) > end - start:
-        raise OSError(f"an environment of {len(block)} bytes, and ROOM is for one of {end - start}")
+        raise OSError(f"an environment of {len(block)} bytes, and there is room for one of {end - start}")
     ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 

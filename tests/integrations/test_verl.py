@@ -277,11 +277,11 @@ def test_steps_with_offload_between_them_are_those_without(one_rank: None) -> No
     for number in range(3):
         step(away, number)
         step(here, number)
-        assert away._offloader.state == {"weights": "offloaded", "optimizer": "offloaded", "grads": "offloaded"}
+        assert away.arena.parts.state == {"weights": "offloaded", "optimizer": "offloaded", "grads": "offloaded"}
     with pytest.raises(StateError, match="weights of this FSDPSequential are offloaded"):
         away.module(torch.randn(4, 8))
     with away.eval_mode():
-        assert away._offloader.state["optimizer"] == "offloaded"
+        assert away.arena.parts.state["optimizer"] == "offloaded"
         found = weights_of(away)
     for name, weight in weights_of(here).items():
         assert_same_bits(found[name], weight, name)
@@ -301,10 +301,10 @@ def test_an_export_has_the_weights_until_it_ends(one_rank: None) -> None:
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         assert_same_bits(weight, expected[name], name)
-    assert set(engine._offloader.state.values()) == {"offloaded"}
+    assert set(engine.arena.parts.state.values()) == {"offloaded"}
     shards = {name: shard.clone() for name, shard, _ in engine.get_per_tensor_param_shard()[0]}
     assert_same_bits(shards["2.bias"], expected["2.bias"].bfloat16(), "one rank has all")
-    assert engine._offloader.state["weights"] == "offloaded"
+    assert engine.arena.parts.state["weights"] == "offloaded"
 
 
 def test_a_checkpoint_finds_weights_and_optimizer(one_rank: None) -> None:
@@ -324,10 +324,10 @@ def test_a_checkpoint_finds_weights_and_optimizer(one_rank: None) -> None:
     engine.checkpoint_manager = Manager()
     step(engine, 0)
     engine.save_checkpoint("folder")
-    assert engine._offloader.state == {"weights": "offloaded", "optimizer": "offloaded", "grads": "offloaded"}
+    assert engine.arena.parts.state == {"weights": "offloaded", "optimizer": "offloaded", "grads": "offloaded"}
     assert len(engine.checkpoint_manager.saved[1]["state"]) == 4
     engine.load_checkpoint("folder")
-    assert engine._offloader.state == {"weights": "offloaded", "optimizer": "offloaded", "grads": "offloaded"}
+    assert engine.arena.parts.state == {"weights": "offloaded", "optimizer": "offloaded", "grads": "offloaded"}
     step(engine, 1)
 
 

@@ -222,7 +222,7 @@ def main(rank: int, size: int, folder: str, out: str, kind: str) -> None:
             engine.to("cpu")
         weights, peft_config = engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
         asyncio.run(rollout.update_weights(weights, peft_config=peft_config, base_sync_done=True, global_steps=number))
-        said["rounds"].append([worker.tokens(), expected, engine._parts().state["weights"]])
+        said["rounds"].append([worker.tokens(), expected, engine.arena.parts.state["weights"]])
     said["calls"] = worker.calls
     if kind == "modules":
         said["refused"] = refusals(engine, rank)

@@ -9,6 +9,11 @@ from rlcore.errors import StateError
 
 _RAW = b"RAW"
 """The metadata of an object that is plain bytes (``ray_constants.OBJECT_METADATA_TYPE_RAW``)."""
+_WHAT_TO_DO = {
+    "OUT_OF_MEMORY": "Ray ended it as the host's memory was nearly full; RAY_memory_monitor_refresh_ms=0 in the "
+    "environment of `ray start` keeps Ray from that"
+}
+"""The words that errors get beside Ray's name for them."""
 
 
 def plain_bytes(ref: Any, timeout_s: float | None) -> bytes | memoryview:
@@ -42,5 +47,6 @@ def _error_name(kind: bytes) -> str:
     from ray.core.generated.common_pb2 import ErrorType
 
     if kind.isdigit() and int(kind) in ErrorType.values():
-        return str(ErrorType.Name(int(kind)))
+        name = str(ErrorType.Name(int(kind)))
+        return f"{name}: {_WHAT_TO_DO[name]}" if name in _WHAT_TO_DO else name
     return f"an object of kind {kind!r} instead of plain bytes"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 ASK_S = 10.0
 _STACK_S = 5.0
+_END_S = 2.0
+"""How long an agent of this machine gets to end when Ray ends it."""
 
 
 class HostLink:
@@ -203,7 +206,12 @@ class HostLink:
 
         with contextlib.suppress(Exception):  # Ray may have been shut down
             ray.kill(self._actor)
-        if self._agent_process is not None:  # one that is stopped outlives Ray's own signal
+        if self._agent_process is not None:
+            # Ray tells the program's standard output of one that ends before Ray has ended it. One that is stopped
+            # outlives Ray's own signal.
+            ended = select.poll()
+            ended.register(self._agent_process, select.POLLIN)
+            ended.poll(_END_S * 1000)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self._agent_process, signal.SIGKILL)
             os.close(self._agent_process)

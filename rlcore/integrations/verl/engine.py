@@ -6,6 +6,7 @@ leaves through an arena of host blocks, which is kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,17 +22,69 @@ from rlcore.errors import InvalidInputError
 _DEVICES = ["cuda", "npu", "xpu", "musa"]
 
 
+class Arena:
+    """The weights, optimizer states and gradients of one verl engine, by tag, on the device or in host memory.
+
+    Args:
+        engine: whose ``module`` and ``optimizer`` these are, from the first move on.
+
+    Attributes:
+        let_go: called before the memory of weights is freed, which others may have open.
+    """
+
+    def __init__(self, engine: ArenaOffload) -> None:
+        self._engine = engine
+        self._offloader: rlcore.Offloader | None = None
+        self.let_go: Callable[[], None] | None = None
+
+    @property
+    def parts(self) -> rlcore.Offloader:
+        if self._offloader is None:
+            owners = [owner for owner in (self._engine.module, self._engine.optimizer) if owner is not None]
+            self._offloader = rlcore.Offloader(*owners)
+        return self._offloader
+
+    def bring(self, *tags: str) -> list[str]:
+        """Bring tags to the device; return those that were away."""
+        away = [] if self._offloader is None else [tag for tag in tags if self.parts.state.get(tag) == "offloaded"]
+        if away:
+            self.parts.onload(*away)
+        return away
+
+    def send_back(self, tags: list[str]) -> None:
+        """Move tags to host memory; [] moves nothing."""
+        if "weights" in tags and self.let_go is not None:
+            self.let_go()
+        if tags:
+            self.parts.offload(*tags)
+
+    @contextmanager
+    def present(self, *tags: str) -> Iterator[None]:
+        away = self.bring(*tags)
+        try:
+            yield
+        finally:
+            self.send_back(away)
+
+    def until_read(self, weights: Iterator[Any], away: list[str]) -> Iterator[Any]:
+        """Yield verl's weights; send back, at the end, the tags that were away."""
+        try:
+            yield from weights
+        finally:
+            self.send_back(away)
+
+
 class EngineWeights(Iterator[tuple[str, Tensor]]):
     """All weights of an engine: an iteration is verl's own, of whole tensors; ``in_place()`` reads none.
 
     Args:
-        engine: whose weights are on the device.
+        module: whose weights are on the device.
         stream: verl's; its end sends weights back that were away.
         away: the tags that were away.
     """
 
-    def __init__(self, engine: ArenaOffload, stream: Iterator[tuple[str, Tensor]], away: list[str]) -> None:
-        self._engine, self._stream, self._away = engine, stream, away
+    def __init__(self, module: nn.Module, arena: Arena, stream: Iterator[tuple[str, Tensor]], away: list[str]) -> None:
+        self._module, self._arena, self._stream, self._away = module, arena, stream, away
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._stream)
@@ -43,24 +96,25 @@ class EngineWeights(Iterator[tuple[str, Tensor]]):
         Args:
             let_go: called, now and later, before the memory of weights is freed, which others may have open.
         """
-        self._engine.let_go = let_go
+        self._arena.let_go = let_go
         try:
-            yield self._engine.module
+            yield self._module
         finally:
-            self._engine.send_back(self._away)
+            self._arena.send_back(self._away)
 
 
 class ArenaOffload:
-    """Moves weights, optimizer states and gradients of the verl engine that it is mixed into."""
+    """Moves what the verl engine that it is mixed into has through an ``Arena``."""
 
     module: Any
     optimizer: Any
     engine_config: Any
-    let_go: Callable[[], None] | None = None
-    """Called before the memory of weights is freed."""
     _qat_enabled: bool
     _uses_fsdp2_cpu_offload_policy: bool
-    _offloader: rlcore.Offloader | None = None
+
+    @functools.cached_property
+    def arena(self) -> Arena:
+        return Arena(self)
 
     def initialize(self) -> None:
         super().initialize()  # type: ignore[misc]
@@ -81,67 +135,33 @@ class ArenaOffload:
         if self.engine_config.forward_only or self._uses_fsdp2_cpu_offload_policy:
             return  # FSDP2 moves them itself
         asked = {"weights": model, "optimizer": optimizer, "grads": grad}
-        tags = [tag for tag in self._parts().state if asked[tag]]
+        tags = [tag for tag in self.arena.parts.state if asked[tag]]
         if tags and device == get_device_name():
-            self._parts().onload(*tags)
+            self.arena.parts.onload(*tags)
         else:
-            self.send_back(tags)
+            self.arena.send_back(tags)
 
     def save_checkpoint(self, *args: Any, **options: Any) -> None:
-        with self._present("weights", "optimizer"):
+        with self.arena.present("weights", "optimizer"):
             super().save_checkpoint(*args, **options)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **options: Any) -> None:
-        with self._present("weights", "optimizer"):
+        with self.arena.present("weights", "optimizer"):
             super().load_checkpoint(*args, **options)  # type: ignore[misc]
 
     def get_per_tensor_param(self, **options: Any) -> tuple[Iterator[Any], Any]:
         """Return ``EngineWeights``, or verl's stream where that is no plain export: adapters, quantized weights."""
-        away = self._bring("weights")
+        away = self.arena.bring("weights")
         weights, peft_config = super().get_per_tensor_param(**options)  # type: ignore[misc]
-        stream = self._until_read(weights, away)
+        stream = self.arena.until_read(weights, away)
         if peft_config is not None or self._qat_enabled or self._uses_fsdp2_cpu_offload_policy:
             return stream, peft_config
-        return EngineWeights(self, stream, away), None
+        return EngineWeights(self.module, self.arena, stream, away), None
 
     def get_per_tensor_param_shard(self, **options: Any) -> tuple[Iterator[Any], Any]:
-        away = self._bring("weights")
+        away = self.arena.bring("weights")
         shards, peft_config = super().get_per_tensor_param_shard(**options)  # type: ignore[misc]
-        return self._until_read(shards, away), peft_config
-
-    def _until_read(self, weights: Iterator[Any], away: list[str]) -> Iterator[Any]:
-        try:
-            yield from weights
-        finally:
-            self.send_back(away)
-
-    @contextmanager
-    def _present(self, *tags: str) -> Iterator[None]:
-        away = self._bring(*tags)
-        try:
-            yield
-        finally:
-            self.send_back(away)
-
-    def _bring(self, *tags: str) -> list[str]:
-        """Bring tags to the device; return those that were away."""
-        away = [] if self._offloader is None else [t for t in tags if self._offloader.state.get(t) == "offloaded"]
-        if away:
-            self._parts().onload(*away)
-        return away
-
-    def send_back(self, tags: list[str]) -> None:
-        """Move tags to host memory; [] moves nothing."""
-        if "weights" in tags and self.let_go is not None:
-            self.let_go()
-        if tags:
-            self._parts().offload(*tags)
-
-    def _parts(self) -> rlcore.Offloader:
-        if self._offloader is None:
-            owners = [owner for owner in (self.module, self.optimizer) if owner is not None]
-            self._offloader = rlcore.Offloader(*owners)
-        return self._offloader
+        return self.arena.until_read(shards, away), peft_config
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device=_DEVICES, vendor="rlcore")

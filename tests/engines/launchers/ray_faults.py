@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "1" * 64,
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
 }

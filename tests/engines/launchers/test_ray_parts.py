@@ -22,6 +22,7 @@ import rlcore
 from rlcore import __version__
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.ray import wire
+from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
 from rlcore.engines.launchers.ray.cluster import Cluster, _start_local
 from rlcore.engines.launchers.ray.launcher import RayLauncher
@@ -226,6 +227,16 @@ def test_a_cluster_without_tokens_is_refused_unless_the_user_insists(run_python:
     assert "rlcore.init(insecure_cluster=True)" in refused.stdout
     insisted = run_python([str(path), "1"], env=environment)
     assert insisted.stdout == "started\n", insisted.stderr
+
+
+@pytest.mark.ray
+def test_an_agent_that_ray_ends_for_want_of_memory_says_what_to_do() -> None:
+    pytest.importorskip("ray")
+    from ray.core.generated.common_pb2 import ErrorType
+
+    told = _error_name(str(ErrorType.OUT_OF_MEMORY).encode())
+    assert told.startswith("OUT_OF_MEMORY: Ray ended it") and "RAY_memory_monitor_refresh_ms=0" in told
+    assert _error_name(str(ErrorType.ACTOR_DIED).encode()) == "ACTOR_DIED"
 
 
 def test_a_host_without_tokens_or_of_another_version_is_refused() -> None:
