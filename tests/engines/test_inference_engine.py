@@ -143,7 +143,7 @@ def assert_log_probs(outputs: Any, folder: Path, *, and_of: rlcore.TrainEngine |
 @pytest.mark.parametrize(
     ("folder", "sampling"),
     [
-        ("qwen2_folder", {}),
+        pytest.param("qwen2_folder", {}, marks=pytest.mark.slow),
         ("qwen2_folder", {"temperature": 1.4, "top_p": 0.8}),
         ("llama_folder", {"temperature": 0.9, "top_p": 0.7, "top_k": 6}),
     ],

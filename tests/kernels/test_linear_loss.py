@@ -178,7 +178,7 @@ def test_extreme_logits(size: float, offset: float, implementation: str) -> None
     assert_loss_as_accurate(found.loss, policy_loss(), (hidden, weight), targets, tokens, reach=reach)
 
 
-@pytest.mark.parametrize("size", [1, 7, 151936, 262144])
+@pytest.mark.parametrize("size", [1, 7, pytest.param(151936, marks=pytest.mark.slow), 262144])
 def test_real_vocabularies_with_columns_of_minus_infinity_match_float64(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     hidden = torch.randn(5, 3, generator=generator).requires_grad_()

@@ -39,7 +39,10 @@ def chosen(device: str, lanes: int, arch: Any) -> tuple[set[str], list[str]]:
     return {op for op, name in found.items() if name == "triton"}, reasons
 
 
-@pytest.mark.parametrize(("lanes", "arch"), [(32, 80), (64, "gfx942"), (32, "gfx1100")])
+@pytest.mark.parametrize(
+    ("lanes", "arch"),
+    [pytest.param(32, 80, marks=pytest.mark.slow), (64, "gfx942"), pytest.param(32, "gfx1100", marks=pytest.mark.slow)],
+)
 def test_operators_run_in_triton_on_parts_that_a_device_declares(lanes: int, arch: Any) -> None:
     operators, reasons = chosen("cuda", lanes, arch)
     assert operators >= IN_TRITON and reasons == []
