@@ -114,6 +114,7 @@ def test_a_sampler_that_is_killed_or_stopped_is_replaced_and_no_episode_is_lost(
             infer.close()
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_preferences_and_teaches_a_policy(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_model, "quickstart_model", lambda seed: model)
     agreement, first, last = reward_model.main(num_steps=4)
