@@ -335,7 +335,7 @@ def test_the_grpo_program_learns_on_two_ranks(executor: str, path: Path, tmp_pat
         environment = {"PYTHONPATH": str(DEEPSPEED), "DS_ACCELERATOR": "cpu"}
     sizes = "--max_steps 8 --rollout_batch_size 8 --train_batch_size 64 --micro_train_batch_size 16"
     flags = "--engine_type hf --use_kl_loss --enable_engine_sleep --adam_offload"
-    rates = "--actor_learning_rate 3e-3 --l2 0 --init_kl_coef 0.001"
+    rates = "--actor_learning_rate 1e-3 --l2 0"
     arguments = f"--pretrain {path} --ckpt_path {tmp_path / 'checkpoints'} {sizes} {flags} {rates}".split()
     steps = run_on_two_ranks([*arguments, *["--fsdp"] * (executor == "fsdp2")], tmp_path, **environment)
     rewards = [float(found) for line in steps for found in re.findall(r"reward (\S+)", line)]
