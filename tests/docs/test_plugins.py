@@ -18,6 +18,7 @@ import pytest
 
 from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
+from tests import warm_process
 from tests.warm import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,8 @@ class Reader:
 
     def _run(self, command: str, expected: str) -> None:
         settings = {"PATH": self._path, "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
-        if "-executor " in command:
+        if "-executor " in command:  # a suite whose engines start many workers: forks, which need room for variables
+            settings |= warm_process.room()
             settings["PYTEST_ADDOPTS"] += " -p warm_suite"
             settings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "conformance"), str(ROOT)])
         found = subprocess.run(
