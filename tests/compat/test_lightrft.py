@@ -288,12 +288,14 @@ def test_the_fake_strategy_trains_plain_modules() -> None:
     fake = lightrft.get_fake_strategy(SimpleNamespace(train_batch_size=1, actor_learning_rate=0.1))
     model, data = torch.nn.Linear(1, 1), torch.ones(4, 1)
     assert fake.prepare(model) is model and fake.gather_and_generate({}, [[1]]) == []
-    optimizer = fake.create_optimizer(model)
+    triple, nothing, _, reference = fake.prepare_models_and_optimizers(model, None, [], None, None, max_steps=100)
+    _, optimizer, scheduler = triple
+    assert nothing == (None, None, None) and reference is None
     losses = []
     for _ in range(20):
         loss = (model(data) - 3).square().mean()
         fake.backward(loss, model, optimizer)
-        fake.optimizer_step(optimizer, model)
+        fake.optimizer_step(optimizer, model, scheduler)
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0] / 2
     assert (fake.all_reduce(2.0), fake.get_rank(), fake.setup_inference_engine(None)) == (2.0, 0, None)
@@ -333,7 +335,7 @@ def test_the_grpo_program_learns_on_two_ranks(executor: str, path: Path, tmp_pat
         environment = {"PYTHONPATH": str(DEEPSPEED), "DS_ACCELERATOR": "cpu"}
     sizes = "--max_steps 8 --rollout_batch_size 8 --train_batch_size 64 --micro_train_batch_size 16"
     flags = "--engine_type hf --use_kl_loss --enable_engine_sleep --adam_offload"
-    rates = "--actor_learning_rate 3e-3 --l2 0 --init_kl_coef 0.001"
+    rates = "--actor_learning_rate 1e-3 --l2 0"
     arguments = f"--pretrain {path} --ckpt_path {tmp_path / 'checkpoints'} {sizes} {flags} {rates}".split()
     steps = run_on_two_ranks([*arguments, *["--fsdp"] * (executor == "fsdp2")], tmp_path, **environment)
     rewards = [float(found) for line in steps for found in re.findall(r"reward (\S+)", line)]

@@ -78,6 +78,43 @@ def test_no_token_is_staler_than_the_bound_and_none_is_thrown_away(max_staleness
     assert "staleness -> episodes: 0: " in str(stats) or max_staleness
 
 
+class Delayed(Workflow):
+    """Waits before it samples; some episodes fail."""
+
+    async def run_episode(self, client: RolloutClient, data: tuple[int, float, bool]) -> list[Trajectory]:
+        length, delay_s, fails = data
+        await asyncio.sleep(delay_s)
+        await client.generate([length, 1])
+        if fails:
+            raise ValueError("planted")
+        return client.trajectories()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1, 2, 4, 8])
+def test_the_bound_holds_for_ten_thousand_episodes_with_random_delays(
+    max_staleness: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2,000 episodes each, over two simulated engines; 5 % fail, and the trainer takes a random time, too."""
+    caplog.set_level(logging.ERROR)
+    draw, trainer = random.Random(max_staleness), SimulatedTrainer()
+    items = [
+        [(draw.choice([1, 2, 3, 60]), draw.choice([0, 0, 0.001, 0.02]), draw.random() < 0.05)] for _ in range(5000)
+    ]
+    with controller(
+        [SimulatedEngine(), SimulatedEngine()], Delayed(), batch_size=8, max_staleness=max_staleness
+    ) as rollout:
+        for step in range(250):
+            batch = rollout.prepare_batch(items, timeout_s=300)
+            sampled = batch["versions"][batch["loss_mask"]]
+            assert step - max_staleness <= int(sampled.min()) and int(sampled.max()) <= step
+            time.sleep(draw.choice([0, 0, 0.01]))
+            rollout.update_weights(trainer)
+        stats = rollout.stats
+    assert (stats.given, stats.too_stale) == (2000, 0) and stats.failed > 50
+    assert max(stats.staleness) == max_staleness, "the samplers run ahead as far as they may"
+
+
 def test_an_update_does_not_wait_for_the_longest_sequence_which_goes_on_with_the_new_weights() -> None:
     engine, trainer = SimulatedEngine(step_s=0.001), SimulatedTrainer()
     with controller(engine, batch_size=2, max_staleness=2) as rollout:

@@ -81,20 +81,23 @@ def test_a_program_learns_asynchronously_resumes_and_keeps_its_bound(
 
 
 @pytest.mark.slow
-def test_a_killed_sampler_is_replaced_and_no_episode_is_lost(model: Path, train: rlcore.TrainEngine) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_sampler_that_is_killed_or_stopped_is_replaced_and_no_episode_is_lost(
+    model: Path, train: rlcore.TrainEngine, number: signal.Signals
+) -> None:
     """Two samplers in processes of their own; what one had under way goes to the other, and it comes back."""
     train.build(devices="cpu:0", launcher="inline")
     samplers = [rlcore.InferenceEngine(model) for _ in range(2)]
     workflow = SingleTurn(sevens, {"n": 2, "max_tokens": 100, "ignore_eos": True})
     try:
-        for number, infer in enumerate(samplers):
-            infer.build(devices=f"cpu:{number + 1}", launcher="process", dtype="float32")
+        for index, infer in enumerate(samplers):
+            infer.build(devices=f"cpu:{index + 1}", launcher="process", dtype="float32")
         with RolloutController(samplers, workflow, batch_size=8, max_staleness=1, unhealthy_after_s=10) as rollout:
             rollout.update_weights(train, version=0)
             numbers = [rollout.submit(item) for item in ITEMS[:16]]
             while not all(driver._under_way for driver in rollout._fleet._drivers):
                 time.sleep(0.002)
-            os.kill(samplers[0].executors[0].workers[0].process_id, signal.SIGKILL)
+            os.kill(samplers[0].executors[0].workers[0].process_id, number)
             found = rollout.wait(8, timeout_s=120)
             while not rollout.stats.engine_failures:
                 time.sleep(0.05)
@@ -111,6 +114,7 @@ def test_a_killed_sampler_is_replaced_and_no_episode_is_lost(model: Path, train:
             infer.close()
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_preferences_and_teaches_a_policy(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_model, "quickstart_model", lambda seed: model)
     agreement, first, last = reward_model.main(num_steps=4)

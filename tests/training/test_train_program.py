@@ -96,6 +96,7 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [["placement=shared", "sampler.devices=null"], ["rollout.workflow=sevens:workflow", "data.reward=null"]],

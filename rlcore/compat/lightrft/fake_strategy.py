@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import rlcore
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.generation import GeneratedSequence
+from rlcore.compat.lightrft.schedule import CosineSchedule
 from rlcore.compat.lightrft.strategy_base import StrategyBase
 
 
@@ -43,6 +45,19 @@ class FakeStrategy(StrategyBase):
 
     def prepare(self, *models_or_model_optim_pairs: Any, is_rlhf: bool = False) -> Any:
         return models_or_model_optim_pairs[0] if len(models_or_model_optim_pairs) == 1 else models_or_model_optim_pairs
+
+    def prepare_models_and_optimizers(  # noqa: PLR0917 (as in LightRFT)
+        self, actor: Any, critic: Any, reward_models: Any, initial_model: Any, args: Any, max_steps: int
+    ) -> tuple[Any, ...]:
+        """Return what is given, with an optimizer and a scheduler for the actor and the critic."""
+        return self._trained(actor, max_steps), self._trained(critic, max_steps), reward_models, initial_model
+
+    def _trained(self, model: nn.Module | None, max_steps: int) -> tuple[Any, Any, Any]:
+        if model is None:
+            return None, None, None
+        optimizer = self.create_optimizer(model)
+        schedule = CosineSchedule(math.ceil(max_steps * self.config.lr_warmup_ratio), max_steps)
+        return model, optimizer, LambdaLR(optimizer, schedule)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer, **kwargs: Any) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
 import shutil
@@ -32,9 +34,20 @@ def _simulated(made_once: Callable[..., Path]) -> Iterator[dict[str, str]]:
     if not (folder / "activate").exists():  # the user's
         _make(folder)
     lines = (folder / "activate").read_text().splitlines()
-    yield dict(line.removeprefix("export ").replace("'", "").split("=", 1) for line in lines)
-    for left in Path("/dev/shm").glob(f"cann_sim-{os.getuid()}*"):
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+    with _removing_what_is_left():
+        yield dict(line.removeprefix("export ").replace("'", "").split("=", 1) for line in lines)
+
+
+@contextlib.contextmanager
+def _removing_what_is_left() -> Iterator[None]:
+    """Remove the simulation's files in shared memory at the end, unless another process of tests still uses them."""
+    with Path(f"/dev/shm/cann_sim-{os.getuid()}").open("ab") as books_of_memory:
+        fcntl.flock(books_of_memory, fcntl.LOCK_SH)
+        yield
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(books_of_memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for left in Path("/dev/shm").glob(f"cann_sim-{os.getuid()}*"):
+                shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def _make(folder: Path) -> None:
