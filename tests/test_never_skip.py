@@ -28,7 +28,6 @@ def test_a_skipped_test_fails_where_its_marker_is_required(tmp_path: Path, optio
     assert ("1 failed, 1 skipped" if failed else "2 skipped") in result.stdout
 
 
-@pytest.mark.slow
 def test_a_file_that_is_skipped_fails_as_it_may_have_had_such_tests(tmp_path: Path) -> None:
     code = "import pytest; pytest.importorskip('no_such_module')"
     assert _run(tmp_path, code).returncode == 5  # nothing was collected

@@ -20,7 +20,7 @@ CONTENDERS = {
     "offload/swap": ["swap", "one_after_the_other"],
     "offload/five_engines": ["swap", "one_after_the_other"],
 }
-BY_DEFAULT = ("offload/cycle",)
+BY_DEFAULT = ("offload/cycle", "offload/first")
 
 
 @pytest.fixture(autouse=True)

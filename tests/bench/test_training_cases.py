@@ -32,9 +32,11 @@ CONTENDERS = {
 }
 
 
+SLOW = ("offload/trainer", "offload/training", "train/materialize")
+
+
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CONTENDERS])
 def test_case_passes_on_a_host(name: str) -> None:
     results = run_once(name)
     assert [(one.implementation, one.params.get("lengths"), one.status, one.reason) for one in results] == [

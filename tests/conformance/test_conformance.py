@@ -86,7 +86,7 @@ def planting(device: str, faults: Mapping[str, Fault]) -> Run:
 
 
 PLANTED = [
-    ("cpu", faulty_devices.CPU, pytest.mark.slow),
+    ("cpu", faulty_devices.CPU, ()),
     ("cpu", faulty_devices.CPU_COLLECTIVES, pytest.mark.slow),
     ("simdev", faulty_devices.SIMDEV, pytest.mark.slow),
 ]

@@ -24,7 +24,7 @@ def put(folder: Path, text: str) -> None:
         put_in_place(new, folder)
 
 
-@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at_once", [True, False])
 def test_a_kill_at_any_moment_leaves_the_earlier_folder_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:

@@ -20,8 +20,8 @@ TESTS = [str(LAUNCHER.with_name(name)) for name in ("ranked_heads.py", "ranked_l
 @pytest.mark.parametrize(
     ("device", "size"),
     [
-        ("cpu", 2),
-        pytest.param("cpu", 3, marks=pytest.mark.slow),
+        ("cpu", 3),
+        pytest.param("cpu", 2, marks=pytest.mark.slow),
         pytest.param("cuda", 2, marks=pytest.mark.multigpu),
     ],
 )

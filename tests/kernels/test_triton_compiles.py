@@ -81,8 +81,8 @@ KERNELS = PORTABLE | TILED | {
     ),
 }  # fmt: skip
 QUICK_ARCH = 90
-QUICK = {"statistics of rows", "merge of tiles", "advantages of groups"}
-"""A kernel of rows, one of what tiles leave, and one beside the operators on logits; most take a second and more."""
+QUICK = {"statistics of rows", "statistics of tiles", "merge of tiles", "advantages of groups"}
+"""A kernel of rows, of tiles, of what tiles leave, and of none of them; most take a second and more."""
 QUICK_64 = "statistics of rows"
 CASES = [
     pytest.param(name, arch, marks=() if arch == QUICK_ARCH and name in QUICK else pytest.mark.slow)

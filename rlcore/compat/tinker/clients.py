@@ -17,7 +17,7 @@ from torch import Tensor
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.futures import APIFuture, ClientFuture
 from rlcore.compat.tinker.host import ModelHost, Snapshot
-from rlcore.compat.tinker.losses import READS, check_loss
+from rlcore.compat.tinker.losses import READS, whole_config
 from rlcore.compat.tinker.module import lora_module, plain
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
@@ -237,9 +237,9 @@ class TrainingClient:
     def _begin(
         self, data: list[types.Datum], loss: str, config: Mapping[str, float] | None, *, with_gradients: bool
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        check_loss(loss, config or {})
+        whole = whole_config(loss, config or {})
         _check(data, READS[loss])
-        return self._host.submit(lambda: self._accumulate(data, loss, config or {}, with_gradients=with_gradients))
+        return self._host.submit(lambda: self._accumulate(data, loss, whole, with_gradients=with_gradients))
 
     def _accumulate(
         self, data: list[types.Datum], loss: str, config: Mapping[str, float], *, with_gradients: bool

@@ -38,11 +38,11 @@ def cispo(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 def dro(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
     distance_T = (logprob_T - inputs["logprobs"]).square()
-    return -(logprob_T * inputs["advantages"] - 0.5 * config.get("beta", 0.05) * distance_T)
+    return -(logprob_T * inputs["advantages"] - 0.5 * config["beta"] * distance_T)
 
 
 def _clipped(ratio_T: Tensor, config: Config) -> Tensor:
-    return ratio_T.clamp(config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2))
+    return ratio_T.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
 
 
 LOSSES: dict[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
@@ -50,15 +50,20 @@ LOSSES: dict[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
 }
 READS = {name: ("weights",) if name == "cross_entropy" else ("logprobs", "advantages") for name in LOSSES}
 """A datum must have these for a loss, besides its target tokens."""
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "ppo": ("clip_low_threshold", "clip_high_threshold"),
-    "cispo": ("clip_low_threshold", "clip_high_threshold"),
-    "dro": ("beta",),
+DEFAULTS: dict[str, Config] = {
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
 }
+"""The options of a loss. CISPO's ratio is only capped, as its paper says (https://arxiv.org/abs/2506.13585)."""
 
 
-def check_loss(name: str, config: Config) -> None:
-    """Raise for a loss that is not there, or options that it does not have."""
+def whole_config(name: str, config: Config) -> Config:
+    """Return the options of a loss with its defaults.
+
+    Raises:
+        InvalidInputError, UnsupportedError: the loss is not there, or does not have an option.
+    """
     if name in {"gspo", "stable_reinforce"}:
         raise UnsupportedError(
             f"loss_fn={name!r}", "its formula is not among those of the documentation; use forward_backward_custom()"
@@ -66,6 +71,8 @@ def check_loss(name: str, config: Config) -> None:
     if name not in LOSSES:
         hint = did_you_mean(name, LOSSES)
         raise InvalidInputError(f"unknown loss_fn {name!r}{hint or ';'} accepted: {', '.join(LOSSES)}")
-    if unknown := sorted(set(config) - set(OPTIONS.get(name, ()))):
-        accepted = ", ".join(OPTIONS.get(name, ())) or "none"
+    defaults = DEFAULTS.get(name, {})
+    if unknown := sorted(set(config) - set(defaults)):
+        accepted = ", ".join(defaults) or "none"
         raise InvalidInputError(f"loss_fn_config of {name!r} has no {unknown[0]!r}; accepted: {accepted}")
+    return {**defaults, **config}
