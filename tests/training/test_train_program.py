@@ -95,11 +95,19 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [["placement=shared", "sampler.devices=null"], ["rollout.workflow=sevens:workflow", "data.reward=null"]],
+SHARED, BY_WORKFLOW = (
+    ["placement=shared", "sampler.devices=null"],
+    ["rollout.workflow=sevens:workflow", "data.reward=null"],
 )
+
+
+def test_a_step_on_a_shared_device_by_a_workflow(folder: Path) -> None:
+    train("rollout.max_staleness=0", "steps=1", "evaluation.every=100", *SHARED, *BY_WORKFLOW)
+    check_episodes(folder, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [SHARED, BY_WORKFLOW])
 def test_it_learns_synchronously_on_a_shared_device_and_by_a_workflow(folder: Path, overrides: list[str]) -> None:
     train("rollout.max_staleness=0", "steps=8", "evaluation.every=100", *overrides)
     check_episodes(folder, 8)
