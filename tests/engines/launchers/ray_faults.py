@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--only", choices=FAULTS)
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its programs
     draw, deadline = random.Random(options.seed), time.monotonic() + 60 * options.minutes
     met: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch, hosts(2, Path(scratch)) as (here, there):
