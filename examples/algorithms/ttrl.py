@@ -6,7 +6,6 @@ import torch
 
 from rlcore.examples.algorithms.loop import Algorithm, Rollout, Run, main
 
-
 LABELLED_STEPS = 10
 
 
