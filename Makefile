@@ -12,6 +12,11 @@ LATER := /tests/|/torch/testing/|/transformers/models/|/mypy/
 # Programs of tests begin by the hundred, and would compile rlcore each time.
 unexport PYTHONDONTWRITEBYTECODE
 
+# .venv names this folder, and Python before 3.13 reads that in the locale's encoding: C has no letter beyond ASCII.
+ifneq ($(shell pwd | LC_ALL=C tr -d '\n -~'),)
+export LC_ALL := C.UTF-8
+endif
+
 .PHONY: quickstart test test-all test-slow ray-test check gpu-test bench bench-micro results docs same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import glob
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -78,7 +79,11 @@ def _prefix(path: Path) -> str:
 
 def is_special(path: Path) -> bool:
     """Return True for a device, a pipe or a socket, which ``os.replace`` would turn into a regular file."""
-    return path.exists() and not (path.is_file() or path.is_dir())
+    try:
+        mode = path.stat().st_mode  # one look: between two it may vanish, and is no device for that
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def sync_to_disk(path: Path) -> None:

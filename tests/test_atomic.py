@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlcore import atomic
-from rlcore.atomic import remove_unfinished, write_file
+from rlcore.atomic import is_special, remove_unfinished, write_file
 from rlcore.file_lock import let_go, take
 
 
@@ -106,3 +106,21 @@ def test_a_file_is_locked_until_it_has_its_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "replace", replace_late)
     write_file(path, b"whole")
     assert path.read_bytes() == b"whole"
+
+
+def test_a_file_that_vanishes_under_the_look_is_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers of a checkpoint that is being replaced would call it damaged."""
+    file, pipe, look = tmp_path / "file", tmp_path / "pipe", Path.stat
+    os.mkfifo(pipe)
+    assert is_special(pipe) and not is_special(tmp_path)
+
+    def look_and_remove(path: Path, **options: object) -> os.stat_result:
+        found = look(path, **options)  # type: ignore[arg-type]
+        file.unlink(missing_ok=True)
+        return found
+
+    file.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", look_and_remove)
+        assert not is_special(file)
+    assert not file.exists() and not is_special(file)

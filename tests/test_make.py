@@ -52,3 +52,12 @@ def test_where_there_is_no_torch_the_environment_just_made_goes_and_another_stay
         told = make(clone, "test", "PYTHON=./python")
         assert told.startswith("pip finds no torch==") and "for Python 3.14.9 on this machine" in told
         assert (clone / ".venv").exists() != is_new
+
+
+def test_a_folder_with_a_letter_beyond_ascii_is_read_in_the_locale_c(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(clone, clone / "Zürich"))
+    (folder / "python").write_text(INTERPRETER.replace("exit 1 ;;", 'echo "pip reads $LC_ALL" >&2; exit 1 ;;'))
+    monkeypatch.setenv("LC_ALL", "C")
+    assert make(folder, "test", "PYTHON=./python").startswith("pip reads C.UTF-8\npip finds no torch==")

@@ -6,11 +6,26 @@ import torch
 
 from rlcore.examples.algorithms.loop import Algorithm, Rollout, Run, main
 
+LABELLED_STEPS = 10
+
 
 class TTRL(Algorithm):
     """Test-time reinforcement learning by majority vote."""
 
+    has_votes = False
+
+    def begin(self, run: Run) -> None:
+        """Take some steps with known answers: the vote only helps where most samples agree on right ones.
+
+        The teacher of the warm-start forgets carries, and so do most samples of its pupil.
+        """
+        for _ in range(LABELLED_STEPS):
+            run.step()
+        self.has_votes = True
+
     def rollout(self, run: Run) -> Rollout:
+        if not self.has_votes:
+            return super().rollout(run)
         sampled = run.sample(run.num_problems)
         votes = [majority_rewards([answer.text for answer in output.outputs]) for output in sampled.outputs]
         return Rollout(sampled.problems, sampled.outputs, torch.tensor(votes))

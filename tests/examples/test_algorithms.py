@@ -95,6 +95,7 @@ def test_it_learns(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypa
     """A reward that an untrained model finds at once, the share of sevens; or the algorithm's own."""
     monkeypatch.setenv("RLCORE_CACHE", str(tmp_path_factory.getbasetemp() / "algorithms"))
     monkeypatch.setenv("RLCORE_DEVICE", "cpu")
+    monkeypatch.setattr(ttrl, "LABELLED_STEPS", 0)
     monkeypatch.setattr(loop.Run, "verify", lambda run, problem, text: text.count("7") / 3)
     rewards: list[float] = []
     step = loop.Run.step

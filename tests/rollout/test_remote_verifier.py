@@ -127,7 +127,9 @@ def test_a_server_that_misbehaves_is_named(server: Server, text: str, kind: type
     async def asked() -> float:
         return await verifier({"factor": 1}, text)
 
-    with RemoteVerifier(server.url, timeout_s=0.3) as verifier, pytest.raises(kind, match=told):
+    # Who is answered has as long as a busy machine takes.
+    timeout_s = 0.3 if kind is RolloutTimeoutError else 60.0
+    with RemoteVerifier(server.url, timeout_s=timeout_s) as verifier, pytest.raises(kind, match=told):
         asyncio.run(asked())
 
 

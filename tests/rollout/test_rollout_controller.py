@@ -296,7 +296,7 @@ def test_each_item_is_given_once_over_kills_and_resumes(is_saved_by_the_loader: 
 def test_the_requests_of_a_dead_or_silent_engine_go_elsewhere_and_it_comes_back_with_the_present_weights() -> None:
     engines, trainer = [SimulatedEngine(step_s=0.001) for _ in range(3)], SimulatedTrainer()
     silence = threading.Event()
-    with controller(engines, max_staleness=1, batch_size=6, unhealthy_after_s=0.3) as rollout:
+    with controller(engines, max_staleness=1, batch_size=6, unhealthy_after_s=1.0) as rollout:
         for _ in range(12):
             rollout.submit(150)
         until(lambda: all(engine.num_under_way for engine in engines))

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +95,19 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [["placement=shared", "sampler.devices=null"], ["rollout.workflow=sevens:workflow", "data.reward=null"]],
+SHARED, BY_WORKFLOW = (
+    ["placement=shared", "sampler.devices=null"],
+    ["rollout.workflow=sevens:workflow", "data.reward=null"],
 )
+
+
+def test_a_step_on_a_shared_device_by_a_workflow(folder: Path) -> None:
+    train("rollout.max_staleness=0", "steps=1", "evaluation.every=100", *SHARED, *BY_WORKFLOW)
+    check_episodes(folder, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [SHARED, BY_WORKFLOW])
 def test_it_learns_synchronously_on_a_shared_device_and_by_a_workflow(folder: Path, overrides: list[str]) -> None:
     train("rollout.max_staleness=0", "steps=8", "evaluation.every=100", *overrides)
     check_episodes(folder, 8)
@@ -143,9 +150,11 @@ def test_kill_and_ctrl_c_lose_nothing_and_repeat_nothing(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_at_once(folder: Path) -> None:
     process = begin(folder)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    # Two signals are one while the first waits to be handled.
+    assert any("press Ctrl-C again to stop at once" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
     _, told = process.communicate()
     assert (
         process.returncode == 130 and "stopped at once; continue after the last checkpoint with: rlcore train" in told

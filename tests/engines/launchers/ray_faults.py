@@ -103,8 +103,8 @@ class Round:
     def __init__(self, cluster: Cluster, folder: Folder, model: Path, seed: int, first: int) -> None:
         self.cluster, self.folder, self.draw = cluster, folder, random.Random(seed)
         arguments = [str(folder.path), str(model), str(seed), str(first)]
-        program = Path(__file__).with_name("ray_faults_program.py")
-        self.program = cluster.hosts["host-a"].python(str(program), *arguments, environment=ENVIRONMENT)
+        program = ["-X", "faulthandler", str(Path(__file__).with_name("ray_faults_program.py"))]
+        self.program = cluster.hosts["host-a"].python(*program, *arguments, environment=ENVIRONMENT)
         self.pid = self.wait(f"ready-{first}", 300)["pid"]
 
     def wait(self, name: str, longest_s: float) -> dict[str, Any]:
@@ -113,7 +113,6 @@ class Round:
             if self.program.poll() is not None:
                 raise AssertionError(f"the program has ended before {name}: {self.program.communicate()[1][-3000:]}")
             if time.monotonic() > deadline:
-                self.program.send_signal(signal.SIGABRT)
                 raise AssertionError(f"hang: {name} did not come within {longest_s:g} s")
             time.sleep(0.05)
         return self.folder.wait(name)
@@ -127,7 +126,7 @@ class Round:
         self.strike(fault, before)
         self.folder.say(f"struck-{number}")
         if fault in ("kill program", "interrupt program"):
-            self.program.wait(100)
+            self.wait_for_end()
             self.check_gone(before["workers"] + before["agents"])
             return f"{step}: the program has ended, and all of its processes"
         result = self.wait(f"result-{number}", LONGEST_S)
@@ -137,6 +136,13 @@ class Round:
         kept = [one for kind in after.values() for one in kind]
         self.check_gone([one for kind in before.values() for one in kind if one not in kept])
         return f"{step}: {result['error'][:110] or 'no error'} ({result['seconds']:.1f} s)"
+
+    def wait_for_end(self) -> None:
+        try:
+            self.program.wait(100)
+        except subprocess.TimeoutExpired:
+            send(self.cluster.hosts["host-a"], self.pid, signal.SIGABRT)  # it prints its threads' stacks
+            raise AssertionError(f"the program has not ended: {self.program.communicate()[1][-8000:]}") from None
 
     def strike(self, fault: str, at: dict[str, list[list[Any]]]) -> None:
         there = self.cluster.hosts["host-b"]
@@ -179,7 +185,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--only", choices=FAULTS)
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so its programs
     draw, deadline = random.Random(options.seed), time.monotonic() + 60 * options.minutes
     met: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch, hosts(2, Path(scratch)) as (here, there):
@@ -192,7 +200,7 @@ def main() -> None:
             if time.monotonic() > deadline:
                 break
             if not cards:
-                cards = draw.sample(FAULTS, len(FAULTS))
+                cards = [options.only] if options.only else draw.sample(FAULTS, len(FAULTS))
             fault, began = cards.pop(), time.monotonic()
             with contextlib.suppress(StopIteration):
                 round_ = round_ or Round(cluster, Folder(str(messages)), model, options.seed + number, number)
