@@ -162,3 +162,12 @@ def test_items_go_on_where_they_were_in_every_pass() -> None:
     resumed = ShuffledItems(list(range(10)), seed=1)
     resumed.load_state_dict(second.state_dict())
     assert first + [one for _ in range(2) for one in resumed] == taken
+
+
+def test_a_resume_drops_the_lines_of_later_steps_and_one_that_a_kill_cut_short(config: Path) -> None:
+    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as run:
+        run.append("metrics", [{"step": step} for step in range(4)])
+        log = run.path / "metrics.jsonl"
+        log.write_bytes(log.read_bytes() + b'{"step":2,"rew')
+        run.keep_until(2)
+        assert log.read_text() == '{"step":0}\n{"step":1}\n{"step":2}\n'
