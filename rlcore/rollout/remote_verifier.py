@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import math
 import time
@@ -120,15 +121,15 @@ class RemoteVerifier:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
                 text = self._read(response, deadline)
         except urllib.error.HTTPError as error:
-            raise RolloutError(
-                f"{self._url} answered {error.code}: {error.read(500).decode(errors='replace')}"
-            ) from None
+            raise RolloutError(f"{self._url} answered {error.code}: {_text_of(error)}") from None
         except TimeoutError as error:
             raise self._late() from error
         except OSError as error:
             if isinstance(getattr(error, "reason", None), TimeoutError):
                 raise self._late() from error
             raise RolloutError(f"{self._url} cannot be asked: {error}") from error
+        except http.client.HTTPException as error:  # which is no OSError
+            raise RolloutError(f"{self._url} answered something else than HTTP: {error!r:.200}") from error
         return self._checked(text, count)
 
     def _read(self, response: Any, deadline: float) -> bytes:
@@ -149,10 +150,20 @@ class RemoteVerifier:
     def _checked(self, text: bytes, count: int) -> list[float]:
         try:
             rewards = json.loads(text)["rewards"]
+            if not isinstance(rewards, list) or not all(type(one) in (int, float) for one in rewards):
+                raise TypeError("a text or a mapping would be read as numbers as well")
             found = [float(one) for one in rewards]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             told = f'{self._url} must answer {{"rewards": [numbers]}}, got {text[:200]!r}'
             raise RolloutError(told) from error
         if len(found) != count or not all(map(math.isfinite, found)):
             raise RolloutError(f"{self._url} must answer {count} finite rewards, got {len(found)}: {found[:8]}")
         return found
+
+
+def _text_of(error: urllib.error.HTTPError) -> str:
+    """Return the beginning of what came with an error, as far as it came."""
+    try:
+        return error.read(500).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)

@@ -60,11 +60,16 @@ def items_of(source: str, folder: Path) -> list[Any]:
     """Return the items of a file of JSON lines, or of a function.
 
     Raises:
-        InvalidInputError: no such file, a line that is no JSON (its number), or no items.
+        InvalidInputError: no such file, a line that is no JSON (its number), no items, or some that are no plain data.
     """
     items = function_of(source, folder)() if FUNCTION.has(source) else _lines(Path(source))
     if not isinstance(items, Sequence) or not items:
         raise InvalidInputError(f"{source} must give a list of at least one item, got {items!r:.100}")
+    try:
+        msgspec.json.encode(items)
+    except (TypeError, ValueError) as error:
+        told = f"the items of {source} must be plain data, for the checkpoint and episodes.jsonl: {error}"
+        raise InvalidInputError(told) from error
     return list(items)
 
 

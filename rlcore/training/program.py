@@ -18,6 +18,7 @@ from torch import Tensor
 
 import rlcore
 from rlcore import ops
+from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.pretrained import model_class
@@ -51,6 +52,7 @@ class TrainProgram:
         self._items = ShuffledItems(items_of(data.train, home), config.seed)
         self._held_out = items_of(data.held_out, home) if data.held_out else []
         self._make_workflow = config.rollout.workflow and function_of(config.rollout.workflow, home)
+        check_model_folder(config.model)
         with rlcore.meta_device():
             self._module = policy_class(config).from_pretrained(config.model)
         self._samplers = [

@@ -63,10 +63,16 @@ class TrainFolder:
 
     def append(self, log: str, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add lines to "metrics" or "episodes"; they are on disk when this returns."""
-        with self._logs[log].open("ab") as file:
-            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())
+        path = self._logs[log]
+        try:
+            with path.open("ab") as file:
+                file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {path}: {error.strerror}; mend that, and continue with --resume"
+            ) from error
 
     def keep_until(self, step: int) -> None:
         """Drop the lines of later steps, and one that a kill cut short."""

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from scipy.stats import ttest_ind
 from typer.testing import CliRunner
 
-from rlcore.bench.compare import compare, difference, parse_prices, run_names
+from rlcore.bench.compare import Difference, compare, difference, parse_prices, run_names
 from rlcore.bench.record import CROWDED, CaseResult, Metric, Record, Telemetry, read, write
 from rlcore.bench.reports.tables import noise_told
 from rlcore.cli.bench import bench
@@ -158,6 +159,13 @@ def in_turns(
         for side in (0, 1)
     ]
     return found[0], found[1]
+
+
+@pytest.mark.parametrize("doubt", [{"p": 0.02}, {"low": 0.99}, {"noise": 0.6}], ids=str)
+def test_a_difference_counts_if_either_test_and_the_noise_leave_no_doubt(doubt: dict[str, float]) -> None:
+    """Seven of eight turns that agree are such a p, with an interval that the eighth leaves above 1."""
+    sure = Difference("time", ratio=1.5, low=1.3, high=1.7, p=0.008, noise=0.1, can_tell=True)
+    assert sure.is_significant and not replace(sure, **doubt).is_significant
 
 
 @pytest.mark.parametrize(

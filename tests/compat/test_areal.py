@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from rlcore.compat import areal
+from rlcore.compat.areal.batches import padded, trajectories_of
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.examples import areal_grpo
 from rlcore.quickstart.model import quickstart_model
+from rlcore.rollout import Trajectory
 from tests.accuracy import assert_within_rounding
 
 CONFIG = """
@@ -167,3 +169,11 @@ def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path) -> Non
     with pytest.raises(UnsupportedError, match="dump_dir"):
         areal.RLVRWorkflow(len, areal.GenerationHyperparameters(), None, dump_dir="x")
     assert areal.WeightUpdateMeta.from_fsdp_xccl().type == "xccl"
+
+
+def test_the_padding_of_a_workflows_tensors_is_no_part_of_its_trajectories() -> None:
+    rows = [
+        Trajectory([5, 6, 7], [False, True, True], [0.0, -0.5, -0.25], [-1, 0, 1], reward=1.0),
+        Trajectory([8, 9], [False, True], [0.0, -0.125], [-1, 1], reward=0.5),
+    ]
+    assert trajectories_of(padded(rows)) == rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from rlcore.compat import tinker
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.losses import DEFAULTS, LOSSES
-from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RolloutError, StateError, UnsupportedError
 from rlcore.examples import tinker_grpo
 from rlcore.quickstart.model import quickstart_model
 from tests.accuracy import assert_within_rounding
@@ -154,6 +155,53 @@ def test_futures_are_awaited_and_stop_tokens_end_an_answer(training: tinker.Trai
     free, stopped = asyncio.run(ask())
     assert [len(one.tokens) for one in free.sequences] == [6] * 3 and free.sequences[0].stop_reason == "length"
     assert stopped.sequences[0].stop_reason == "stop" and len({one.sequence_id for one in free.sequences}) == 3
+
+
+def test_a_failed_engine_is_restarted_for_samples_that_another_snapshot_waits_for(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, prompt, params = service._hosts[str(path)], types.ModelInput.from_ints([1, 2]), types.SamplingParams(4)
+    first = training.save_weights_and_get_sampling_client()
+    training.optim_step(STILL).result()
+    second, fails = training.save_weights_and_get_sampling_client(), threading.Event()
+    first.sample(prompt, 1, params).result()
+
+    def collect(**_: Any) -> dict[int, Any]:
+        if not fails.wait(0.001):
+            return {}
+        monkeypatch.undo()
+        raise RolloutError("planted")
+
+    monkeypatch.setattr(host.infer, "collect", collect)
+    answers = [one.sample(prompt, 1, params) for one in (first, second)]
+    late = asyncio.run(_gives_up(answers[1]))  # who stops waiting cancels nothing
+    fails.set()
+    assert late and [len(one.result(20).sequences) for one in answers] == [1, 1]
+    assert host._fleet.num_failures == 1
+
+
+async def _gives_up(answer: Any) -> bool:
+    try:
+        await answer.result_async(0.05)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_a_sample_that_close_cuts_short_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = tinker.ServiceClient(sampler={"dtype": "float32"})
+    client = service.create_sampling_client(base_model=str(path)).result()
+    monkeypatch.setattr(service._hosts[str(path)].infer, "collect", lambda **_: {})
+    prompt, busy, go_on = types.ModelInput.from_ints([1]), threading.Event(), threading.Event()
+    begun = client.sample(prompt, 1, types.SamplingParams(4))
+    service._hosts[str(path)].submit(lambda: (busy.set(), go_on.wait(20)))
+    queued = client.sample(prompt, 1, types.SamplingParams(4))
+    busy.wait(20)
+    threading.Timer(0.1, go_on.set).start()
+    service.close()
+    for answer, told in ((begun, "before this sample had ended"), (queued, "before this sample began")):
+        with pytest.raises(StateError, match=told):
+            answer.result(20)
 
 
 def test_the_example_learns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

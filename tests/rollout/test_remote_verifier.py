@@ -46,7 +46,16 @@ class Handler(BaseHTTPRequestHandler):
         if texts == ["refuse"]:
             self.send_error(503, "no room")
             return
-        answers = {"few": {"rewards": []}, "nan": {"rewards": [float("nan")]}, "other": {"scores": [1]}}
+        if texts == ["garbage"]:
+            self.wfile.write(b"no HTTP\r\n\r\n")
+            return
+        answers: dict[str, Any] = {
+            "few": {"rewards": []},
+            "nan": {"rewards": [float("nan")]},
+            "other": {"scores": [1]},
+            "text": {"rewards": "1"},
+            "huge": {"rewards": [10**400]},
+        }
         rewards = {"rewards": [item["data"]["factor"] * len(item["text"]) for item in items]}
         body = json.dumps(answers.get(texts[0], rewards)).encode()
         self.send_response(200)
@@ -109,6 +118,9 @@ def test_others_go_on_while_the_server_thinks_and_the_cancelled_are_not_asked(se
         ("few", RolloutError, "must answer 1 finite rewards, got 0"),
         ("nan", RolloutError, r"must answer 1 finite rewards, got 1: \[nan\]"),
         ("other", RolloutError, r'must answer {"rewards": \[numbers\]}, got '),
+        ("text", RolloutError, r'must answer {"rewards": \[numbers\]}, got '),
+        ("huge", RolloutError, r'must answer {"rewards": \[numbers\]}, got '),
+        ("garbage", RolloutError, "answered something else than HTTP: BadStatusLine"),
     ],
 )
 def test_a_server_that_misbehaves_is_named(server: Server, text: str, kind: type[Exception], told: str) -> None:

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from rlcore.cli import main as cli
 from rlcore.configuration_file import read_configuration
-from rlcore.errors import RlcoreError
+from rlcore.errors import CheckpointError, RlcoreError
 from rlcore.quickstart.model import quickstart_model
 from rlcore.training.config import TrainConfig
 from rlcore.training.items import ShuffledItems, function_of, items_of
+from rlcore.training.run_folder import TrainFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -22,7 +23,18 @@ model: {model}
 output: {output}
 data: {{train: items.jsonl, reward: "judge:reward"}}
 """
-JUDGE = "def reward(item, text):\n    return 0.0\n\n\ndef nothing():\n    return []\n\n\nnumber = 3\n"
+JUDGE = """
+def reward(item, text):
+    return 0.0
+
+def nothing():
+    return []
+
+def objects():
+    return [print]
+
+number = 3
+"""
 
 
 @pytest.fixture
@@ -67,10 +79,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data.train=none.jsonl", "cannot read none.jsonl: No such file or directory"),
         ("data.train=bad.jsonl", "line 2 of bad.jsonl is no JSON: "),
         ("data.train=judge:nothing", "judge:nothing must give a list of at least one item, got []"),
+        ("data.train=judge:objects", "the items of judge:objects must be plain data, for the checkpoint and "),
         ("placement=shared", 'rollout.max_staleness must be 0 with placement "shared", where samplers stand still'),
         ("sampler.replicas=2", "sampler.devices must be a list of as many for each of 2 replicas, got None"),
         ("sampler.devices=[]", 'sampler.devices must be the name of a device such as "cuda:1", or a list of them'),
-        ("model=nowhere", "nowhere"),
+        ("model=nowhere", "model path 'nowhere' is not a folder"),
         ("trainer.executor=fsdp3", "fsdp3"),
         ("output=items.jsonl", "items.jsonl exists and holds no run of rlcore train; give another output="),
     ],
@@ -133,6 +146,13 @@ def test_the_example_is_a_configuration_and_the_page_has_all_fields(monkeypatch:
     assert sorted(written) == sorted(config) and sorted(written["algorithm"]) == sorted(config["algorithm"])
 
 
+def test_a_full_disk_is_named(config: Path) -> None:
+    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as folder:
+        (folder.path / "metrics.jsonl").symlink_to("/dev/full")
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl: No space left on device; mend that, and continue"):
+            folder.append("metrics", [{"step": 0}])
+
+
 def test_items_go_on_where_they_were_in_every_pass() -> None:
     items = ShuffledItems(list(range(10)), seed=1)
     taken = [one for _ in range(2) for one in items]
@@ -142,3 +162,12 @@ def test_items_go_on_where_they_were_in_every_pass() -> None:
     resumed = ShuffledItems(list(range(10)), seed=1)
     resumed.load_state_dict(second.state_dict())
     assert first + [one for _ in range(2) for one in resumed] == taken
+
+
+def test_a_resume_drops_the_lines_of_later_steps_and_one_that_a_kill_cut_short(config: Path) -> None:
+    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as run:
+        run.append("metrics", [{"step": step} for step in range(4)])
+        log = run.path / "metrics.jsonl"
+        log.write_bytes(log.read_bytes() + b'{"step":2,"rew')
+        run.keep_until(2)
+        assert log.read_text() == '{"step":0}\n{"step":1}\n{"step":2}\n'

@@ -60,10 +60,15 @@ class SamplingClient:
                 response.set_exception(error)
 
         answer.add_done_callback(finish)
+
+        def note_failure(begun: Future[None]) -> None:
+            if begun.cancelled():
+                answer.set_exception(StateError("the ServiceClient was closed before this sample began"))
+            elif (error := begun.exception()) and not answer.done():
+                answer.set_exception(error)
+
         begun = self._host.submit(lambda: self._host.sample(self._weights(), tokens, params, answer))
-        begun.future().add_done_callback(
-            lambda done: answer.set_exception(error) if (error := done.exception()) and not answer.done() else None
-        )
+        begun.future().add_done_callback(note_failure)
         return APIFuture(response)
 
     def compute_logprobs(self, prompt: types.ModelInput) -> APIFuture[list[float | None]]:

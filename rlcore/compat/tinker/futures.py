@@ -20,8 +20,9 @@ class APIFuture(Generic[T]):
         return self._future.result(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:
+        """As ``result``: whoever stops waiting does not cancel the call."""
         async with asyncio.timeout(timeout):
-            return await asyncio.wrap_future(self._future)
+            return await asyncio.shield(asyncio.wrap_future(self._future))
 
     def future(self) -> Future[T]:
         """Return the plain future."""

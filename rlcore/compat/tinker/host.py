@@ -48,8 +48,9 @@ class ModelHost:
             self._stack = stack.pop_all()
         self._fleet = Fleet([self.infer], Timeline(), unhealthy_after_s=60.0, on_change=self._recover)
         self._ops = ThreadPoolExecutor(1, thread_name_prefix="rlcore-tinker")
-        self._ended = threading.Condition()
-        self._num_under_way = 0
+        self._changed = threading.Condition()
+        self._under_way: set[Future[RequestOutput]] = set()
+        """The samples that the inference engine has not answered yet."""
         self._served: Snapshot | None = None
         self._trained: Snapshot | None = None
         """The snapshot whose adapters the trainer has; None after a step."""
@@ -64,8 +65,10 @@ class ModelHost:
             raise StateError("the ServiceClient is closed; make another") from error
 
     def close(self) -> None:
+        """Close the engines. What they have not answered fails with StateError."""
         self._ops.shutdown(cancel_futures=True)
         self._fleet.close()
+        self._fail_under_way(StateError("the ServiceClient was closed before this sample had ended"))
         self._stack.close()
 
     # ------------------------------------------------------------------------------------ in the host's thread
@@ -98,32 +101,55 @@ class ModelHost:
     ) -> None:
         """Begin to sample from a snapshot; ``answer`` is given the completions."""
         if snapshot is not self._served:
-            with self._ended:
-                self._ended.wait_for(lambda: not self._num_under_way)
+            self._wait_for_samples()
+        if snapshot is not self._served or self._fleet.why_none():
             self._serve(snapshot)
-        with self._ended:
-            self._num_under_way += 1
+        with self._changed:
+            self._under_way.add(answer)
 
         def deliver(found: RequestOutput | RlcoreError) -> None:
-            with self._ended:
-                self._num_under_way -= 1
-                self._ended.notify_all()
+            with self._changed:
+                if answer not in self._under_way:
+                    return  # it has failed already, with the engine
+                self._under_way.remove(answer)
+                self._changed.notify_all()
             answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
 
         self._fleet.submit(prompt, params, deliver)
 
+    def _wait_for_samples(self) -> None:
+        """Wait until the samples under way have ended. An engine that fails meanwhile is restarted here for them."""
+        while self._under_way:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._under_way or self._fleet.why_none())
+            self._serve_again()
+
     def _serve(self, snapshot: Snapshot) -> None:
+        self._served = None  # after an error it has neither
         with self.trainer_at(snapshot):
             self._fleet.update(self.train.sync_weights)
         self._served = snapshot
 
     def _recover(self) -> None:
         """Have the inference engine restarted, which has failed; what it had under way begins anew."""
+        with self._changed:
+            self._changed.notify_all()
         with contextlib.suppress(RuntimeError):  # closed
             self._ops.submit(self._serve_again)
 
     def _serve_again(self) -> None:
+        """Restart the inference engine if it has failed; if it cannot be, what it had under way fails."""
+        if not self._fleet.why_none():
+            return
         try:
             self._serve(self._served or self.base)
         except RlcoreError as error:
             _log.error("the inference engine could not be restarted: %s", error)
+            self._fail_under_way(error)
+
+    def _fail_under_way(self, error: RlcoreError) -> None:
+        with self._changed:
+            lost, self._under_way = self._under_way, set()
+            self._changed.notify_all()
+        for answer in lost:
+            answer.set_exception(error)
