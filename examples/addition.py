@@ -1,4 +1,4 @@
-"""What addition.yaml names: the quickstart's task for ``rlcore train``, and the model that it begins with.
+"""The quickstart's task for ``rlcore train``, as addition.yaml names it, and the model that it begins with.
 
 usage: addition.py FOLDER [SEED]      writes a model that imitates a teacher who forgets carries
        rlcore train addition.yaml     teaches it addition by reinforcement learning

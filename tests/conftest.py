@@ -67,8 +67,10 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What torch, transformers and the tests themselves are is there to stay: to look through it takes 0.4 s each time,
-    and processes that are forked would copy it."""
+    """Let the garbage collector leave the objects of torch, transformers and the tests alone.
+
+    They are there to stay: to look through them takes 0.4 s each time, and processes that are forked would copy them.
+    """
     gc.disable()
     try:
         return (yield)

@@ -46,7 +46,7 @@ class Rollout:
 
 
 class Algorithm:
-    """What an algorithm does at each of the places where algorithms differ."""
+    """An algorithm: it does something of its own at each of the places where algorithms differ."""
 
     policy: type = PolicyMethods
     """Mixed into the model's class; its methods are those of ``run.train``."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from rlcore.arguments import AT_LEAST_0, COUNT, LIST, TEXT, Kind, kind_of, optional, takes
+from rlcore.arguments import AT_LEAST_0, COUNT, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
@@ -46,7 +46,6 @@ _LOOK_S = 0.5
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 _TRAIN_ENGINE = Kind("a TrainEngine", lambda value: hasattr(value, "sync_weights"))
-_SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
 
 
 class RolloutController:
@@ -76,9 +75,9 @@ class RolloutController:
         accept=optional(Kind("a function", callable)),
         chat_template=optional(TEXT),
         template_options=optional(kind_of("a mapping", Mapping)),
-        episode_timeout_s=_SECONDS,
+        episode_timeout_s=SECONDS,
         max_failures_in_row=COUNT,
-        unhealthy_after_s=_SECONDS,
+        unhealthy_after_s=SECONDS,
     )
     def __init__(
         self,

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-from rlcore.arguments import COUNT, Kind, takes
+from rlcore.arguments import COUNT, SECONDS, Kind, takes
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
 
-_SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
 _URL = Kind(
     "an address that begins with http:// or https://",
     lambda value: isinstance(value, str) and value.startswith(("http://", "https://")),
@@ -39,7 +38,7 @@ class RemoteVerifier:
         headers: further headers, such as ``{"Authorization": ...}``.
     """
 
-    @takes("RemoteVerifier", url=_URL, timeout_s=_SECONDS, max_items=COUNT, max_requests=COUNT)
+    @takes("RemoteVerifier", url=_URL, timeout_s=SECONDS, max_items=COUNT, max_requests=COUNT)
     def __init__(
         self,
         url: str,

@@ -13,12 +13,10 @@ from typing import Any, Self
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from rlcore.arguments import COUNT, Kind, takes
+from rlcore.arguments import COUNT, SECONDS, Kind, takes
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
-
-_SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
 
 
 class RewardPool:
@@ -32,7 +30,7 @@ class RewardPool:
         timeout_s: the longest that one call may take; the time for which it waits for a process does not count.
     """
 
-    @takes("RewardPool", num_processes=COUNT, timeout_s=_SECONDS)
+    @takes("RewardPool", num_processes=COUNT, timeout_s=SECONDS)
     def __init__(self, num_processes: int = 2, *, timeout_s: float = 15.0) -> None:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix="rlcore-reward")

@@ -103,7 +103,7 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 
 
 def plain_logprobs(model: Any) -> torch.Tensor:
-    """What transformers makes of the last three columns."""
+    """Return the log-probs of the last three columns as transformers computes them."""
     places = (MASK.cumsum(1) - 1).clamp(min=0)
     logprobs = model(SEQUENCES, MASK, places).logits.log_softmax(-1)[:, :-1]
     chosen = logprobs.gather(2, SEQUENCES[:, 1:, None]).squeeze(2)
@@ -181,10 +181,11 @@ def test_engines_sleep_generate_and_resume(
     strategy.reload_model([reference, None])
 
     folder = tmp_path / "_actor"
+    (folder / "notes").mkdir(parents=True)  # older than any checkpoint, and the user's own
     after = actor(SEQUENCES, 3, attention_mask=MASK).detach()
     for step in range(3):
         strategy.save_ckpt(actor.model, str(folder), f"step{step}", 2, client_state={"consumed": step})
-    assert sorted(one.name for one in folder.iterdir()) == ["step1", "step2"]
+    assert sorted(one.name for one in folder.iterdir()) == ["notes", "step1", "step2"]
     actor.engine.load_state_dict(reference.engine.state_dict())
     assert strategy.load_ckpt(actor.model, str(folder)) == (str(folder / "step2"), {"consumed": 2})
     assert_same_bits(actor(SEQUENCES, 3, attention_mask=MASK).detach(), after)

@@ -80,13 +80,7 @@ class ActorMethods(HuggingFaceTrainModule):
             hidden_TH = self.hidden_states({"input_ids": input_ids_T, "cu_seqlens": cu_seqlens})
             head = self.output_head()
             return linear_logprob(
-                hidden_TH[place_S - 1],
-                head.weight,
-                input_ids_T[place_S],
-                bias=head.bias,
-                softcap=head.softcap,
-                logit_scale=head.logit_scale,
-                with_entropy=with_entropy,
+                hidden_TH[place_S - 1], targets=input_ids_T[place_S], with_entropy=with_entropy, **head._asdict()
             )
 
         if torch.is_grad_enabled():  # weights stay gathered until accumulate()

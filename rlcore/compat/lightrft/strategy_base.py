@@ -26,6 +26,7 @@ from rlcore.compat.lightrft.actor import ActorLanguage
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.dataloader import ResumingSampler
 from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, sampling_params_of
+from rlcore.engines.checkpoints.manifest import committed
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
 
 T = TypeVar("T")
@@ -427,7 +428,8 @@ class StrategyBase:
         folder = Path(save_dir)
         self._actor_of(model).engine.save(folder / (tag or "checkpoint"), dict(client_state or {}))
         if self.is_rank_0():
-            for old in _by_age(folder)[: -max(max_num, 1)]:
+            checkpoints = [one for one in _by_age(folder) if committed(one)]  # other folders are not ours to remove
+            for old in checkpoints[: -max(max_num, 1)]:
                 shutil.rmtree(old)
         self.sync_and_clear_cache()
 

@@ -43,15 +43,8 @@ class TinkerMethods(HuggingFaceTrainModule):
         device: Any = self.device
         batch = {name: value if name == "cu_seqlens" else value.to(device) for name, value in packed.items()}
         with torch.set_grad_enabled(with_gradients):
-            head = self.output_head()
-            logprob_T = linear_logprob(
-                self.hidden_states(batch),
-                head.weight,
-                batch["target_tokens"],
-                bias=head.bias,
-                softcap=head.softcap,
-                logit_scale=head.logit_scale,
-            ).logprob
+            hidden_TH, head = self.hidden_states(batch), self.output_head()
+            logprob_T = linear_logprob(hidden_TH, targets=batch["target_tokens"], **head._asdict()).logprob
             inputs = {name: batch[name] for name in READS[loss]}
             loss_T = LOSSES[loss](logprob_T, inputs, config)
         if with_gradients:

@@ -1,4 +1,4 @@
-"""What test_from_host.py runs: weight syncs from a trainer on the CPU to a sampler on an NPU, and back.
+"""A program that test_from_host.py runs: weight syncs from a trainer on the CPU to a sampler on an NPU, and back.
 
 The last line of the output is JSON: the reports, and whether the weights arrived.
 """
