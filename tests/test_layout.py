@@ -76,7 +76,7 @@ BELOW = {
 }
 """What each part may import besides itself. ``devices`` is reached through the registry."""
 
-EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling")
+EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling.sglang", "sampling")
 """The rooms of executors, of which none imports from another: what two of them need is below them."""
 
 ROOMS = {
@@ -86,6 +86,7 @@ ROOMS = {
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
         ("executors",),
+        ("sampling.replica",),
         EXECUTORS,
         ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
     ),

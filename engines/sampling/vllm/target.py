@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rlcore._torch_private import storage_key
@@ -18,7 +17,7 @@ from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
-from rlcore.weights.source import TensorSlices, WeightSource, in_files
+from rlcore.weights.source import WeightSource, in_files, on_meta
 
 
 class VllmTarget(Target):
@@ -37,7 +36,7 @@ class VllmTarget(Target):
     def checkpoint(self) -> dict[str, Tensor] | None:
         """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
         try:
-            return {name: _on_meta(found) for name, found in self.first_weights().items()}
+            return on_meta(self.first_weights())
         except CheckpointError:
             return None
 
@@ -97,8 +96,3 @@ class VllmTarget(Target):
 
     def committed(self, version: int) -> None:
         """Do nothing: the replica drops what was computed with earlier weights."""
-
-
-def _on_meta(found: TensorSlices) -> Tensor:
-    nothing = found.read((slice(0, 0),) if found.shape else ())  # safetensors tells a dtype by its own names
-    return torch.empty(found.shape, dtype=nothing.dtype, device="meta")
