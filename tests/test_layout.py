@@ -82,7 +82,7 @@ EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling.sgl
 ROOMS = {
     "engines": (
         ("_torch_private", "residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
-            "completion", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
+            "completion", "draws", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
         ("executors",),

@@ -50,7 +50,8 @@ class WorkerProcesses:
         self._reports_errors = reports_errors
         self._on_loss = lost
         self._lost = ""
-        self._is_over = False
+        self.is_over = False
+        """They are ended because the engine is closed."""
         self._processes: list[BaseProcess] = []
         self._kills = MemoryKills()
         self._watching = threading.Thread(target=self._watch, name="rlcore-watch", daemon=True)
@@ -74,6 +75,11 @@ class WorkerProcesses:
             self.require(method, error)
             raise
 
+    @property
+    def is_lost(self) -> bool:
+        """One of the processes has ended."""
+        return bool(self._lost)
+
     def require(self, method: str, cause: Exception | None = None) -> None:
         """Raise WorkerDiedError if one of the processes has ended."""
         if self._lost:
@@ -82,7 +88,7 @@ class WorkerProcesses:
 
     def end(self) -> None:
         """End all processes; none of them is missed from now on."""
-        self._is_over = True
+        self.is_over = True
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -98,7 +104,7 @@ class WorkerProcesses:
             ended = connection.wait([process.sentinel for process in processes], patience_s)
         first = next(process for process in processes if process.sentinel == ended[0])
         code = _exit_code(first)
-        if self._is_over or (self._reports_errors and code == 0):
+        if self.is_over or (self._reports_errors and code == 0):
             return
         how = "has ended" if code is None else how_it_ended(code, self._kills.explanation())
         self._lost = f"{self._name(first)}, which {how}"
