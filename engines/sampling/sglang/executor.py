@@ -23,6 +23,7 @@ from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import StateError
+from rlcore.process.guard import MemoryFile, remove_memory, shared_memory
 
 
 class SglangExecutor(ReplicaExecutor):
@@ -37,6 +38,8 @@ class SglangExecutor(ReplicaExecutor):
         self._thread: EngineThread | None = None
         self._processes: WorkerProcesses | None = None
         self._calls: ShardCalls | None = None
+        self._memory: set[MemoryFile] = set()
+        """What the schedulers share by name: they are ended without a chance to remove it."""
 
     @classmethod
     def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
@@ -78,6 +81,7 @@ class SglangExecutor(ReplicaExecutor):
             self._prove_reload(path)
         if self._host_memory is not None:
             self._call(SglangShard.reserve, *self._host_memory)
+        self._memory = shared_memory([*self._calls.pids.values()])
 
     def _name_of(self, process: BaseProcess) -> str:
         ranks = {pid: rank for rank, pid in self._calls.pids.items()} if self._calls is not None else {}
@@ -87,6 +91,7 @@ class SglangExecutor(ReplicaExecutor):
         return f"SGLang's scheduler ({', '.join(where)})"
 
     def _has_lost(self) -> None:
+        remove_memory(self._memory)
         if (replica := self.__dict__.get("_replica")) is not None:
             replica.woken()
 
@@ -111,6 +116,7 @@ class SglangExecutor(ReplicaExecutor):
     def close(self) -> None:
         if self._processes is not None:
             self._processes.end()
+            remove_memory(self._memory)
         if self._calls is not None:
             self._calls.end()
         if self._thread is not None:
