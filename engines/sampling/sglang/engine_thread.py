@@ -21,13 +21,13 @@ class EngineThread:
     """
 
     def __init__(self, make: Callable[[], SglangEngine]) -> None:
-        made: Future[SglangEngine] = Future()
+        made: Future[Any] = Future()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(make, made), name="rlcore-sglang", daemon=True)
         self._thread.start()
-        self.engine = made.result()
+        self.engine: SglangEngine = made.result()
 
-    def _run(self, make: Callable[[], SglangEngine], made: Future[SglangEngine]) -> None:
+    def _run(self, make: Callable[[], SglangEngine], made: Future[Any]) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             made.set_result(make())

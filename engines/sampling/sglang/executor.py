@@ -17,6 +17,7 @@ from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
+from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 from rlcore.engines.sampling.sglang.replica import Replica
 from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, run_scheduler, serve
 from rlcore.engines.sampling.sglang.shard import SglangShard
@@ -71,7 +72,7 @@ class SglangExecutor(ReplicaExecutor):
         self._processes = processes
         with processes.needed_for("build"):
             self._thread = EngineThread(lambda: versions.new_engine(arguments, folder, run_scheduler))
-        engine = self._thread.engine
+        engine: SglangEngine = self._thread.engine
         self._calls = ShardCalls(
             folder, SOCKET, self._num_shards, processes, lambda: engine.collective_rpc(f"rlcore_{serve.__name__}")
         )

@@ -17,7 +17,6 @@ class SglangEngine(Protocol):
     tokenizer_manager: SglangTokenizerManager
 
     def collective_rpc(self, method: str, **kwargs: Any) -> None: ...
-    def shutdown(self) -> None: ...
 
 
 class SglangTokenizerManager(Protocol):
@@ -39,7 +38,6 @@ class SglangScheduler(Protocol):
     waiting_queue: list[SglangRequest]
     token_to_kv_pool_allocator: SglangKvAllocator
     max_req_len: int
-    gpu_id: int
 
     def pause_generation(self, recv_req: Any) -> None: ...
     def continue_generation(self, recv_req: Any) -> None: ...
@@ -58,7 +56,6 @@ class SglangModelRunner(Protocol):
     model: nn.Module
     model_config: SglangModelConfig
     load_config: Any
-    device: str
 
 
 class SglangModelConfig(Protocol):

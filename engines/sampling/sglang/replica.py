@@ -25,6 +25,7 @@ from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
 from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
+from rlcore.engines.sampling.sglang.interfaces import SglangTokenizerManager
 from rlcore.engines.sampling.sglang.sampling import request_params
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
@@ -45,6 +46,7 @@ class Replica:
         self, engine: EngineThread, calls: ShardCalls, processes: WorkerProcesses, reader: PromptReader, seed: int
     ) -> None:
         self._thread = engine
+        self._manager: SglangTokenizerManager = engine.engine.tokenizer_manager
         self._calls = calls
         self._processes = processes
         self._context = processes.context
@@ -192,7 +194,7 @@ class Replica:
     def _note_lengths(self) -> None:
         """Note which tokens the present weights have made. The schedulers are paused, with no results to come."""
         known = set(self._samples)
-        state = self._thread.begin(self._thread.engine.tokenizer_manager.get_internal_state())
+        state = self._thread.begin(self._manager.get_internal_state())
         while True:  # its answer comes after all outputs, and the schedulers then have all requests
             with contextlib.suppress(TimeoutError):
                 state.result(_LOOK_AGAIN_S)
@@ -218,7 +220,7 @@ class Replica:
         """Run one sample to its end."""
         try:
             # It answers once, at the end.
-            output = [one async for one in self._thread.engine.tokenizer_manager.generate_request(request)][-1]
+            output = [one async for one in self._manager.generate_request(request)][-1]
             with self._changed:
                 if self._samples.get(name) is sample:
                     self._take(name, sample, output)
@@ -281,7 +283,7 @@ class Replica:
             for name in names:
                 del self._samples[name]
                 self._ended_in.pop(name, None)
-                self._thread.call(self._thread.engine.tokenizer_manager.abort_request, name)
+                self._thread.call(self._manager.abort_request, name)
             for number in jobs:
                 self._done.pop(number, None)
 

@@ -19,7 +19,7 @@ class SglangShard(ReplicaShard):
     def __init__(self, scheduler: SglangScheduler) -> None:
         self._scheduler = scheduler
         runner = versions.model_runner(scheduler)
-        device = get_device(f"{runner.device}:{0 if runner.device == 'cpu' else scheduler.gpu_id}")
+        device = get_device(str(next(runner.model.parameters()).device))
         super().__init__(SglangTarget(runner, device))
         versions.forget_stop_tokens(scheduler)
         if device.spec.is_host:  # no graph is captured that would keep addresses

@@ -171,13 +171,13 @@ def run_scheduler(
         sample: see ``rlcore.engines.sampling.sglang.sampling``.
         folder: for the rendezvous of the ranks.
     """
-    from sglang.srt.managers import scheduler
+    from sglang.srt.managers import scheduler as schedulers
 
-    scheduler.Scheduler.rlcore_serve = rpc
+    schedulers.Scheduler.rlcore_serve = rpc
     _give_seeds()
     _register_sampler(sample)
     _meet_in(folder)
-    scheduler.run_scheduler_process(*arguments, **keywords)
+    schedulers.run_scheduler_process(*arguments, **keywords)
 
 
 def _give_seeds() -> None:

@@ -1,6 +1,6 @@
-"""The members of vLLM's objects that rlcore uses, found in its code by the types that it gives them.
+"""The members of another project's objects that rlcore uses, found in its code by the types that it gives them.
 
-``engines/sampling/vllm/interfaces.py`` names the types, and the vLLM classes that each stands for. Where a name is
+``engines/sampling/vllm/interfaces.py`` names the types, and the vLLM classes that each stands for; SGLang's likewise. Where a name is
 annotated with one, or holds what a member of one is annotated with, each attribute that is asked of it is a use: also
 one that ``interfaces.py`` does not have.
 """
@@ -20,7 +20,7 @@ _OF_CONTAINERS = {*dir(dict), *dir(list)}
 @dataclass
 class Interface:
     classes: list[str]
-    """Dotted names of vLLM's."""
+    """Dotted names of the project's."""
     members: dict[str, ast.expr | None] = field(default_factory=dict)
     """-> the annotation of the attribute, or of what the method returns."""
 
@@ -33,7 +33,7 @@ def interfaces(path: Path) -> dict[str, Interface]:
             for item in node.body:
                 if isinstance(item, ast.AnnAssign):
                     interface.members[ast.unparse(item.target)] = item.annotation
-                elif isinstance(item, ast.FunctionDef):
+                elif isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
                     interface.members[item.name] = item.returns
     return found
 
