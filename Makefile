@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-NO_GPU := not gpu and not multigpu and not vllm
+NO_GPU := not gpu and not multigpu and not vllm and not sglang
 OFTEN := $(NO_GPU) and not npu_sim and not slow and not ray
 
 # What pip would compile with one process and in twice the time: files that nothing imports, or a few of many.

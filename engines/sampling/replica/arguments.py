@@ -9,7 +9,7 @@ import ast
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from rlcore.arguments import did_you_mean
@@ -50,23 +50,24 @@ def fields_of(source: Path, class_name: str | None = None) -> list[str]:
     ]
 
 
-def check_names(
-    given: Iterable[str], names: Iterable[str], refused: Mapping[str, str], *, executor: str, engine: str
-) -> None:
-    """Check the names of the user's arguments.
-
-    Args:
-        names: those that the engine knows; with none it checks them itself.
-        refused: those that the user cannot choose, and why.
+def refuse_own(given: Iterable[str], own: Mapping[str, str], executor: str) -> None:
+    """Refuse arguments that only rlcore sets; ``own`` has their names, and why.
 
     Raises:
-        InvalidInputError: a name that only rlcore sets, or that the engine does not know; says the nearest one.
+        InvalidInputError: one is given.
     """
-    given, known = list(given), list(names)
     for name in given:
-        if name in refused:
-            raise InvalidInputError(f"build() takes no {name!r} for the {executor} executor: {refused[name]}")
+        if name in own:
+            raise InvalidInputError(f"build() takes no {name!r} for the {executor} executor: {own[name]}")
+
+
+def refuse_unknown(given: Iterable[str], names: Collection[str], engine: str) -> None:
+    """Refuse arguments that the engine does not know; without ``names`` it checks them itself.
+
+    Raises:
+        InvalidInputError: one is given; says the nearest name.
+    """
     for name in given:
-        if known and name not in known:
-            hint = did_you_mean(name, [*BUILD_OPTIONS, *known]) or f", and build() takes {', '.join(BUILD_OPTIONS)}"
+        if names and name not in names:
+            hint = did_you_mean(name, [*BUILD_OPTIONS, *names]) or f", and build() takes {', '.join(BUILD_OPTIONS)}"
             raise InvalidInputError(f"{engine} has no engine argument {name!r}{hint}")

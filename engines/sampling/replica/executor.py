@@ -210,7 +210,7 @@ class ReplicaExecutor(InferenceExecutor):
         self._replica.hold(_VALUES)
         self._call(ReplicaShard.reload, str(self._incoming))
         self._replica.weights_changed(version)
-        self._replica.release(_VALUES)
+        self._replica.release(_SYNC, _VALUES)  # a sync that stopped midway held it
 
     def sync_call(self, method: str, calls: list[Any] | None) -> list[Any]:
         """Call the receivers in the replica's shards. No step is made until the round has ended."""

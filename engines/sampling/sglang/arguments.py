@@ -8,7 +8,7 @@ from typing import Any
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import ModelFolder
-from rlcore.engines.sampling.replica.arguments import check_names, fields_of, package_folder
+from rlcore.engines.sampling.replica.arguments import fields_of, package_folder, refuse_own, refuse_unknown
 from rlcore.engines.sampling.sglang.versions import SAMPLER
 
 _OUTSIDE = "name it in build(), outside the engine arguments"
@@ -92,10 +92,11 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
         InvalidInputError: a name that only rlcore sets, or that this SGLang does not know; says the nearest one.
         MissingDependencyError: this interpreter has no SGLang.
     """
+    refuse_own(given, _OWN, "sglang")
     package = package_folder("sglang", python, "sglang")
     names: list[str] = []
     if package:
         names = fields_of(package / "srt" / "server_args.py", "ServerArgs")
         for group in sorted((package / "srt" / "arg_groups" / "fields").glob("*.py")):  # of later versions
             names += fields_of(group)
-    check_names(given, names, _OWN, executor="sglang", engine="SGLang")
+    refuse_unknown(given, names, "SGLang")

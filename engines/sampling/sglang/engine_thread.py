@@ -33,8 +33,9 @@ class EngineThread:
             made.set_result(make())
         except BaseException as error:
             made.set_exception(error)
-            return
-        self._loop.run_forever()
+        else:
+            self._loop.run_forever()
+        self._loop.close()
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine of the engine."""

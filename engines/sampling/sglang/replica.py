@@ -25,7 +25,7 @@ from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
 from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
-from rlcore.engines.sampling.sglang.interfaces import SglangTokenizerManager
+from rlcore.engines.sampling.sglang.interfaces import SglangEngine, SglangTokenizerManager
 from rlcore.engines.sampling.sglang.sampling import request_params
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
@@ -46,7 +46,8 @@ class Replica:
         self, engine: EngineThread, calls: ShardCalls, processes: WorkerProcesses, reader: PromptReader, seed: int
     ) -> None:
         self._thread = engine
-        self._manager: SglangTokenizerManager = engine.engine.tokenizer_manager
+        made: SglangEngine = engine.engine
+        self._manager: SglangTokenizerManager = made.tokenizer_manager
         self._calls = calls
         self._processes = processes
         self._context = processes.context

@@ -269,9 +269,11 @@ def flush_cache(scheduler: SglangScheduler) -> None:
 
 def unfinished(scheduler: SglangScheduler) -> list[SglangRequest]:
     """Return the requests under way, each once."""
-    found = [*scheduler.waiting_queue, *scheduler.running_batch.reqs]
-    found += scheduler.last_batch.reqs if scheduler.last_batch is not None else []
-    found += [scheduler.chunked_req] if scheduler.chunked_req is not None else []
+    found: list[SglangRequest] = [*scheduler.waiting_queue, *scheduler.running_batch.reqs]
+    if scheduler.last_batch is not None:
+        found += scheduler.last_batch.reqs
+    if scheduler.chunked_req is not None:
+        found += [scheduler.chunked_req]
     return list({request.rid: request for request in found if not request.finished()}.values())
 
 

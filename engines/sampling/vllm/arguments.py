@@ -9,7 +9,7 @@ from typing import Any
 from rlcore.device import Device
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import ModelFolder
-from rlcore.engines.sampling.replica.arguments import check_names, fields_of, package_folder
+from rlcore.engines.sampling.replica.arguments import fields_of, package_folder, refuse_own, refuse_unknown
 from rlcore.errors import DeviceError
 
 EXTENSION = "rlcore.engines.sampling.vllm.extension.RlcoreWorkerExtension"
@@ -77,9 +77,9 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
         InvalidInputError: a name that only rlcore sets, or that this vLLM does not know; says the nearest one.
         MissingDependencyError: this interpreter has no vLLM.
     """
+    refuse_own(given, _OWN, "vllm")
     package = package_folder("vllm", python, "vllm")
-    names = fields_of(package / "engine" / "arg_utils.py", "EngineArgs") if package else []
-    check_names(given, names, _OWN, executor="vllm", engine="vLLM")
+    refuse_unknown(given, fields_of(package / "engine" / "arg_utils.py", "EngineArgs") if package else [], "vLLM")
 
 
 def _rank_of_torchrun() -> int:

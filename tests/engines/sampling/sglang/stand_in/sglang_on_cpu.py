@@ -29,7 +29,7 @@ class _Kernel:
 
 
 class _Hollow(ModuleType):
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_Kernel(self.__name__), name)
