@@ -13,7 +13,7 @@ from rlcore.errors import RlcoreError
 
 
 class ShardAnswer(msgspec.Struct, array_like=True):
-    """What a call has given."""
+    """The outcome of a call."""
 
     result: Any
     """The result of the method; None after an error."""

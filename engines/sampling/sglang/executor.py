@@ -18,7 +18,7 @@ from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
-from rlcore.engines.sampling.sglang.replica import Replica
+from rlcore.engines.sampling.sglang.replica import SglangReplica
 from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, run_scheduler, serve
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
@@ -32,7 +32,7 @@ class SglangExecutor(ReplicaExecutor):
 
     engine_name: ClassVar[str] = "SGLang"
 
-    _replica: Replica
+    _replica: SglangReplica
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -40,7 +40,7 @@ class SglangExecutor(ReplicaExecutor):
         self._processes: WorkerProcesses | None = None
         self._calls: ShardCalls | None = None
         self._memory: set[MemoryFile] = set()
-        """What the schedulers share by name: they are ended without a chance to remove it."""
+        """The files that the schedulers share by name: they are ended without a chance to remove them."""
 
     @classmethod
     def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
@@ -76,7 +76,7 @@ class SglangExecutor(ReplicaExecutor):
         self._calls = ShardCalls(
             folder, SOCKET, self._num_shards, processes, lambda: engine.collective_rpc(f"rlcore_{serve.__name__}")
         )
-        self._replica = Replica(self._thread, self._calls, processes, reader, arguments["random_seed"])
+        self._replica = SglangReplica(self._thread, self._calls, processes, reader, arguments["random_seed"])
         reader.max_positions = self._call(SglangShard.limit)[0]
         if engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder
             self._prove_reload(path)

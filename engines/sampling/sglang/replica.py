@@ -35,7 +35,7 @@ PAUSED = "a pause"
 _LOOK_AGAIN_S = 0.2
 
 
-class Replica:
+class SglangReplica:
     """Runs the requests of one SGLang engine. Its methods are called by one thread.
 
     Args:
@@ -61,13 +61,13 @@ class Replica:
         self._next_number = -1
         self._version = 0
         self._lengths: dict[str, int] = {}
-        """Of the samples that were under way when the schedulers were paused last."""
+        """The tokens of each sample that was under way when the schedulers were paused last."""
         self._held: set[str] = set()
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
-        """Of what the engine's thread changes too."""
+        """Guards whatever the engine's thread changes too."""
         self._num_ended = 0
-        """Of the jobs of run()."""
+        """The samples of the jobs of run() that have ended and are not told yet."""
 
     # ------------------------------------------------------------------------------------------- the shards
 

@@ -46,7 +46,7 @@ class ShardCalls:
         self._controls: list[ControlSocket] = []
         self._calling: threading.Thread | None = None
         self.pids: dict[int, int] = {}
-        """Of each rank, known from the first call on."""
+        """The process of each rank, known from the first call on."""
 
     @property
     def are_open(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,9 +24,8 @@ class SglangTarget(Target):
         self._runner = runner
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
-        model = versions.new_model(self._runner, "meta")
-        load: LoadWeights = model.load_weights
-        return model, load
+        model: Any = versions.new_model(self._runner, "meta")
+        return model, model.load_weights
 
     def checkpoint(self) -> dict[str, Tensor] | None:
         with suppress(CheckpointError):

@@ -17,7 +17,7 @@ from rlcore.engines.sampling.prompts import PromptReader
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import replica as module
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
-from rlcore.engines.sampling.sglang.replica import Replica
+from rlcore.engines.sampling.sglang.replica import SglangReplica
 from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
 CONTEXT = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0",))
@@ -81,7 +81,7 @@ class Calls:
 
 
 class Made:
-    def __init__(self, replica: Replica, sglang: Sglang, processes: WorkerProcesses) -> None:
+    def __init__(self, replica: SglangReplica, sglang: Sglang, processes: WorkerProcesses) -> None:
         self.replica, self.sglang, self.processes = replica, sglang, processes
 
     def submit(self, count: int = 1, **params: Any) -> None:
@@ -108,7 +108,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     reader.__dict__ |= {"tokenizer": None, "stop_token_ids": (1,), "_vocab_size": 50, "max_positions": None}
     processes = WorkerProcesses(CONTEXT, 0, lambda process: "it", reports_errors=False)
     calls: Any = Calls(sglang)
-    yield Made(Replica(thread, calls, processes, reader, 0), sglang, processes)
+    yield Made(SglangReplica(thread, calls, processes, reader, 0), sglang, processes)
     thread.end()
 
 
