@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore._torch_private import FileStore
 from rlcore.device import Device
 from rlcore.engines.sampling.replica.meta_tensors import WholeNumbersAreReal
 from rlcore.engines.sampling.sglang.interfaces import (
@@ -225,7 +226,7 @@ def _meet_in(folder: str) -> None:
         if str(keywords.get("init_method", "")).startswith("tcp://"):
             del keywords["init_method"]
             path = os.path.join(folder, "sglang_ranks")
-            keywords["store"] = torch.distributed.FileStore(path, keywords["world_size"])
+            keywords["store"] = FileStore(path, keywords["world_size"])
         real(*args, **keywords)
 
     torch.distributed.init_process_group = init_process_group
