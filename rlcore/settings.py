@@ -46,6 +46,10 @@ class Settings:
     runtime: Path = Path()
     """For sockets and records of processes; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
 
+    trace: Path | None = None
+    """Folder into which every process writes what it does and when; ``rlcore trace`` sets it."""
+    trace_kernels: bool = False
+    """The third call of each method of a worker is recorded by torch's profiler, too."""
     vllm_plain_weights: bool = False
     """Makes a vLLM of your own on a host keep weights as they were loaded, so that ``rlcore_ipc`` can write them."""
 
@@ -66,6 +70,8 @@ class Settings:
             simulated=_flag(env, "RLCORE_SIMULATED"),
             cache=Path(env.get("RLCORE_CACHE") or _default_cache(env)),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
+            trace=Path(folder) if (folder := env.get("RLCORE_TRACE")) else None,
+            trace_kernels=_flag(env, "RLCORE_TRACE_KERNELS"),
             vllm_plain_weights=_flag(env, "RLCORE_VLLM_PLAIN_WEIGHTS"),
         )
 

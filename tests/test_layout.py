@@ -59,6 +59,7 @@ BASE = {
     "registry",
     "rms_norm",
     "settings",
+    "spans",
     "tensor_data",
     "tensor_tree",
     "torch_import",
@@ -106,7 +107,7 @@ ROOMS = {
     ),
     "rlcore": (
         ("cli.console", "cli.inventory"),
-        ("conformance", "doctor", "integrations", "rollout"),
+        ("conformance", "doctor", "integrations", "rollout", "trace"),
         ("configuration_file", "chaos", "quickstart"),
         ("compat", "training"),
         ("cli", "__main__"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
+from rlcore import spans
 from rlcore._torch_private import Store
 from rlcore.engines._torch_private import store_of
 from rlcore.engines.launchers.group import WorkerGroup
@@ -97,9 +98,11 @@ class WeightSync:
         self._forget_closed()
         self._known[key] = known
         with ExitStack() as stack:
+            here = stack.enter_context(spans.span("sync_weights", version=options.version))
             for target in targets:
                 stack.enter_context(target._receiving(is_staged=options.is_staged))
             report = known.session.run(options, lambda: poisoned(targets, options.version))
+            here.add({"route": report.route, "bytes": report.moved_bytes, "needed_bytes": report.needed_bytes})
         self._known[key] = known._replace(weights=_weights(num_changes, targets))
         return report
 
