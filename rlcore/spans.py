@@ -1,4 +1,4 @@
-"""Spans: each process of a program notes what it does, as it happens, in a file of its own; ``rlcore trace`` shows them.
+"""Spans: each process of a program notes what it does in a file of its own; ``rlcore trace`` shows them.
 
 A span is written twice, when it begins and when it ends, with one system call each, so that a process that is killed
 leaves all that it did, and what it was doing. Times are those of CLOCK_MONOTONIC, which all processes of a host share.

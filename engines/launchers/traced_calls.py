@@ -34,7 +34,7 @@ _counts: Counter[tuple[int, str]] = Counter()
 
 @contextlib.contextmanager
 def worker_span(recorder: spans.Recorder, context: WorkerContext, method: str) -> Iterator[None]:
-    """Note what a worker does inside, and let its device's profiler record one call of each method if that is wanted."""
+    """Note what a worker does inside; the profiler records the kernels of one call of each method, if wanted."""
     facts = {
         "engine": context.engine,
         "number": context.number,
@@ -43,16 +43,16 @@ def worker_span(recorder: spans.Recorder, context: WorkerContext, method: str) -
         "devices": context.devices,
     }
     path = _profile_of(recorder, context, method)
-    with spans.Span(recorder, method, facts) as here:
-        if path is None or not _begins(context, path):
+    if path is None or not _begins(recorder, context, path):
+        with spans.Span(recorder, method, facts):
             yield
-            return
-        here.add({"kernels": path})
-        try:
+        return
+    try:  # the span begins when the profiler records, so that the two clocks can be compared
+        with spans.Span(recorder, method, facts | {"kernels": path}):
             yield
-        finally:
-            with contextlib.suppress(StateError):  # the call has ended the recording
-                context.device.profiler.stop()
+    finally:
+        with contextlib.suppress(StateError):  # the call has ended the recording
+            context.device.profiler.stop()
 
 
 def _profile_of(recorder: spans.Recorder, context: WorkerContext, method: str) -> str | None:
@@ -64,10 +64,9 @@ def _profile_of(recorder: spans.Recorder, context: WorkerContext, method: str) -
     return f"kernels-{context.host}-{context.number}-{context.rank}-{method}.json.gz"
 
 
-def _begins(context: WorkerContext, path: str) -> bool:
-    assert spans.recorder is not None
+def _begins(recorder: spans.Recorder, context: WorkerContext, path: str) -> bool:
     try:
-        context.device.profiler.start(spans.recorder.folder / path)
+        context.device.profiler.start(recorder.folder / path)
     except StateError:  # the user records
         return False
     return True
