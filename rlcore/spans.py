@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
@@ -23,6 +23,8 @@ from rlcore.errors import InvalidInputError
 
 SCHEMA: Final = "rlcore.trace/1"
 FOLDER_VARIABLE, KERNELS_VARIABLE = "RLCORE_TRACE", "RLCORE_TRACE_KERNELS"
+Kind = Literal["program", "call", "worker"]
+"""What a span is: named by the program; what the program asks of an engine; what a worker does."""
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -83,15 +85,15 @@ class Recorder:
 class Span:
     """Something that this thread does inside a ``with`` statement. ``add`` notes facts that are known at its end."""
 
-    __slots__ = ("_ended", "_facts", "_name", "_recorder")
+    __slots__ = ("_ended", "_facts", "_kind", "_name", "_recorder")
 
-    def __init__(self, recorder: Recorder, name: str, facts: dict[str, Any]) -> None:
-        self._recorder, self._name, self._facts = recorder, name, facts
+    def __init__(self, recorder: Recorder, name: str, facts: dict[str, Any], kind: Kind = "program") -> None:
+        self._recorder, self._name, self._facts, self._kind = recorder, name, facts, kind
         self._ended: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        thread = self._recorder.thread()
-        self._recorder.write({"begin": self._name, "at": time.monotonic_ns(), "thread": thread, "facts": self._facts})
+        line = {"begin": self._name, "kind": self._kind, "thread": self._recorder.thread(), "facts": self._facts}
+        self._recorder.write(line | {"at": time.monotonic_ns()})
         return self
 
     def add(self, facts: dict[str, Any]) -> None:
@@ -132,6 +134,11 @@ def span(name: str, **facts: Any) -> Span | _NoSpan:
         facts: plain data about it, shown beside it.
     """
     return NO_SPAN if recorder is None else Span(recorder, name, facts)
+
+
+def call_span(name: str, **facts: Any) -> Span | _NoSpan:
+    """As ``span``, for what the program asks of an engine."""
+    return NO_SPAN if recorder is None else Span(recorder, name, facts, "call")
 
 
 def note(event: str, **facts: Any) -> None:

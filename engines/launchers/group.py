@@ -92,7 +92,7 @@ class WorkerGroup:
             return self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped)
         from rlcore.engines.launchers.traced_calls import results_of
 
-        with spans.span(method, engine=self.engine, number=self.workers[0].context.number) as here:
+        with spans.call_span(method, engine=self.engine, number=self.workers[0].context.number) as here:
             results = self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped)
             here.add(results_of(calls, results))
         return results

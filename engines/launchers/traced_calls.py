@@ -10,6 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore import spans
@@ -43,33 +44,33 @@ def worker_span(recorder: spans.Recorder, context: WorkerContext, method: str) -
         "devices": context.devices,
     }
     path = _profile_of(recorder, context, method)
-    if path is None or not _begins(recorder, context, path):
-        with spans.Span(recorder, method, facts):
+    if path is None:
+        with spans.Span(recorder, method, facts, "worker"):
             yield
         return
-    try:  # the span begins when the profiler records, so that the two clocks can be compared
-        with spans.Span(recorder, method, facts | {"kernels": path}):
-            yield
+    # The inner span begins when the profiler records, so that the two clocks can be compared.
+    recorded = spans.Span(recorder, method, facts | {"kernels": path.name}, "worker")
+    with spans.Span(recorder, "recording", facts, "worker"), _recording(context, path), recorded:
+        yield
+
+
+@contextlib.contextmanager
+def _recording(context: WorkerContext, path: Path) -> Iterator[None]:
+    context.device.profiler.start(path)
+    try:
+        yield
     finally:
         with contextlib.suppress(StateError):  # the call has ended the recording
             context.device.profiler.stop()
 
 
-def _profile_of(recorder: spans.Recorder, context: WorkerContext, method: str) -> str | None:
+def _profile_of(recorder: spans.Recorder, context: WorkerContext, method: str) -> Path | None:
     if not recorder.records_kernels or method not in _COMPUTES:
         return None
     _counts[context.number, method] += 1
     if _counts[context.number, method] != _PROFILED:
         return None
-    return f"kernels-{context.host}-{context.number}-{context.rank}-{method}.json.gz"
-
-
-def _begins(recorder: spans.Recorder, context: WorkerContext, path: str) -> bool:
-    try:
-        context.device.profiler.start(recorder.folder / path)
-    except StateError:  # the user records
-        return False
-    return True
+    return recorder.folder / f"kernels-{context.host}-{context.number}-{context.rank}-{method}.json.gz"
 
 
 def results_of(calls: Sequence[tuple[Sequence[Any], dict[str, Any]]], results: Sequence[Any]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class WeightSync:
         self._forget_closed()
         self._known[key] = known
         with ExitStack() as stack:
-            here = stack.enter_context(spans.span("sync_weights", version=options.version))
+            here = stack.enter_context(spans.call_span("sync_weights", version=options.version))
             for target in targets:
                 stack.enter_context(target._receiving(is_staged=options.is_staged))
             report = known.session.run(options, lambda: poisoned(targets, options.version))
