@@ -105,7 +105,7 @@ def init(
 def _report_trace(folder: Path, owner: int) -> None:
     """Make the pages of a trace in a process of their own: this one is at its end."""
     if os.getpid() == owner and os.environ.get("RANK", "0") == "0":
-        environment = {name: value for name, value in os.environ.items() if name != spans.FOLDER_VARIABLE}
+        environment = {name: value for name, value in os.environ.items() if name != "RLCORE_TRACE"}
         subprocess.run([sys.executable, "-m", "rlcore", "trace", "--report", str(folder)], env=environment, check=False)
 
 

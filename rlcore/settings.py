@@ -60,6 +60,7 @@ class Settings:
         temporary = Path(tempfile.gettempdir(), f"rlcore-{os.getuid()}")
         runtime_home = env.get("XDG_RUNTIME_DIR")
         disabled = env.get("RLCORE_DISABLE_PLUGINS", "")
+        trace, trace_kernels = traced(env)
         return cls(
             device=named_device(env),
             debug=_one_of(env, "RLCORE_DEBUG", "", _DEBUG_MODES),
@@ -70,8 +71,8 @@ class Settings:
             simulated=_flag(env, "RLCORE_SIMULATED"),
             cache=Path(env.get("RLCORE_CACHE") or _default_cache(env)),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
-            trace=Path(folder) if (folder := env.get("RLCORE_TRACE")) else None,
-            trace_kernels=_flag(env, "RLCORE_TRACE_KERNELS"),
+            trace=trace,
+            trace_kernels=trace_kernels,
             vllm_plain_weights=_flag(env, "RLCORE_VLLM_PLAIN_WEIGHTS"),
         )
 
@@ -123,6 +124,12 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 def named_device(env: Mapping[str, str] = os.environ) -> str | None:
     """Return ``Settings.device`` alone, without the cost of reading and checking all variables."""
     return env.get("RLCORE_DEVICE") or None
+
+
+def traced(env: Mapping[str, str] = os.environ) -> tuple[Path | None, bool]:
+    """Return ``Settings.trace`` and ``Settings.trace_kernels`` alone: a process asks before anything else is known."""
+    folder = env.get("RLCORE_TRACE")
+    return Path(folder) if folder else None, _flag(env, "RLCORE_TRACE_KERNELS")
 
 
 def is_debugging() -> bool:

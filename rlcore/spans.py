@@ -20,9 +20,9 @@ from typing import Any, Final, Literal, Self
 import msgspec
 
 from rlcore.errors import InvalidInputError
+from rlcore.settings import traced
 
 SCHEMA: Final = "rlcore.trace/1"
-FOLDER_VARIABLE, KERNELS_VARIABLE = "RLCORE_TRACE", "RLCORE_TRACE_KERNELS"
 Kind = Literal["program", "call", "worker"]
 """What a span is: named by the program; what the program asks of an engine; what a worker does."""
 _encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -162,9 +162,9 @@ def start(folder: Path, *, records_kernels: bool = False) -> Recorder:
     global recorder  # noqa: PLW0603 - the one recorder of the process
     if recorder is None:
         recorder = Recorder(folder.absolute(), records_kernels=records_kernels)
-        os.environ[FOLDER_VARIABLE] = str(folder.absolute())
+        os.environ["RLCORE_TRACE"] = str(folder.absolute())
         if records_kernels:
-            os.environ[KERNELS_VARIABLE] = "1"
+            os.environ["RLCORE_TRACE_KERNELS"] = "1"
     return recorder
 
 
@@ -182,5 +182,6 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-if named := os.environ.get(FOLDER_VARIABLE):
-    start(Path(named), records_kernels=os.environ.get(KERNELS_VARIABLE) == "1")
+_folder, _records_kernels = traced()
+if _folder is not None:
+    start(_folder, records_kernels=_records_kernels)

@@ -32,7 +32,7 @@ def render(report: Report) -> str:
     begin = trace.begin_ns
     data = {
         "seconds": (trace.end_ns - begin) / 1e9,
-        "steps": [[(first - begin) / 1e9, (last - begin) / 1e9] for first, last in report.steps.all],
+        "steps": [[(first - begin) / 1e9, (last - begin) / 1e9] for first, last in report.steps.measured],
         "rows": rows,
     }
     return environment.from_string(_TEMPLATE.read_text()).render(
