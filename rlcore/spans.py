@@ -24,7 +24,7 @@ from rlcore.settings import traced
 
 SCHEMA: Final = "rlcore.trace/1"
 Kind = Literal["program", "call", "worker"]
-"""What a span is: named by the program; what the program asks of an engine; what a worker does."""
+"""The kinds of spans: named by the program; asked by it of an engine; done by a worker."""
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -82,7 +82,7 @@ class Recorder:
         return number
 
 
-class Span:
+class OpenSpan:
     """Something that this thread does inside a ``with`` statement. ``add`` notes facts that are known at its end."""
 
     __slots__ = ("_ended", "_facts", "_kind", "_name", "_recorder")
@@ -106,7 +106,7 @@ class Span:
 
 
 class _NoSpan:
-    """What is entered while nothing is recorded."""
+    """A span that is entered while nothing is recorded."""
 
     __slots__ = ()
 
@@ -125,7 +125,7 @@ recorder: Recorder | None = None
 """The recorder of this process; None: nothing is noted."""
 
 
-def span(name: str, **facts: Any) -> Span | _NoSpan:
+def span(name: str, **facts: Any) -> OpenSpan | _NoSpan:
     """Name what the program does inside a ``with`` statement: ``with rlcore.span("rewards"):``.
 
     It stands in the trace of ``rlcore trace``; without one it costs nothing.
@@ -133,12 +133,12 @@ def span(name: str, **facts: Any) -> Span | _NoSpan:
     Args:
         facts: plain data about it, shown beside it.
     """
-    return NO_SPAN if recorder is None else Span(recorder, name, facts)
+    return NO_SPAN if recorder is None else OpenSpan(recorder, name, facts)
 
 
-def call_span(name: str, **facts: Any) -> Span | _NoSpan:
+def call_span(name: str, **facts: Any) -> OpenSpan | _NoSpan:
     """As ``span``, for what the program asks of an engine."""
-    return NO_SPAN if recorder is None else Span(recorder, name, facts, "call")
+    return NO_SPAN if recorder is None else OpenSpan(recorder, name, facts, "call")
 
 
 def note(event: str, **facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a trace notes of calls: on the side of the engine with their results, in the worker's process with its device.
+"""Calls in a trace: on the side of the engine with their results, in the worker's process with its device.
 
 It is imported when a program is traced (``rlcore.spans``).
 """
@@ -45,12 +45,12 @@ def worker_span(recorder: spans.Recorder, context: WorkerContext, method: str) -
     }
     path = _profile_of(recorder, context, method)
     if path is None:
-        with spans.Span(recorder, method, facts, "worker"):
+        with spans.OpenSpan(recorder, method, facts, "worker"):
             yield
         return
     # The inner span begins when the profiler records, so that the two clocks can be compared.
-    recorded = spans.Span(recorder, method, facts | {"kernels": path.name}, "worker")
-    with spans.Span(recorder, "recording", facts, "worker"), _recording(context, path), recorded:
+    recorded = spans.OpenSpan(recorder, method, facts | {"kernels": path.name}, "worker")
+    with spans.OpenSpan(recorder, "recording", facts, "worker"), _recording(context, path), recorded:
         yield
 
 

@@ -1,4 +1,4 @@
-"""What would make a step faster, and by how much at most: from the spans, and from what the machine was measured to do.
+"""Advice: a step would be faster with what, and by how much at most, by the spans and the machine's measured limits.
 
 Each row is about one part of a step alone. The rows do not add up: what is hidden cannot be made faster as well.
 """
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.trace.events import Span, Trace
+from rlcore.trace.events import TracedSpan, ProgramTrace
 from rlcore.trace.gaps import PROGRAM, DeviceTimeline
-from rlcore.trace.phases import COMPUTE, COPY, SAVE, Steps, bytes_text, kind_of, limit_of
+from rlcore.trace.phases import COMPUTE, COPY, SAVE, MeasuredSteps, bytes_text, kind_of, limit_of
 
 _LEAST_SHARE = 0.005
-"""Of a step: less is not worth a row."""
+"""The share of a step below which nothing is worth a row."""
 _ON_THE_WAY = "calls on their way to workers and back"
 _GENERATES = ("generate", "collect")
 
@@ -27,7 +27,7 @@ class Advice:
 
     what: str
     seconds: float
-    """What it takes of a step now."""
+    """The time that it takes of a step now."""
     best_s: float | None
     """The least that it could take; None where no limit was measured."""
     how: str
@@ -38,7 +38,7 @@ class Advice:
 
 
 def advice(
-    trace: Trace, steps: Steps, devices: Sequence[DeviceTimeline], limits: Mapping[str, float] | None
+    trace: ProgramTrace, steps: MeasuredSteps, devices: Sequence[DeviceTimeline], limits: Mapping[str, float] | None
 ) -> list[Advice]:
     """Return what could be faster, the most first.
 
@@ -61,7 +61,7 @@ def advice(
     return sorted((one for one in found if one.seconds >= least_s), key=lambda one: (-one.saved_s, -one.seconds))
 
 
-def _copies(calls: Sequence[Span], count: int, limits: Mapping[str, float]) -> Iterator[Advice]:
+def _copies(calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float]) -> Iterator[Advice]:
     groups: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     pageable, first = set(), set()
     for span in calls:
@@ -85,7 +85,7 @@ def _copies(calls: Sequence[Span], count: int, limits: Mapping[str, float]) -> I
         yield Advice(f"{key[0]}, {key[1]}", seconds, None if limit is None else nbytes / limit, how)
 
 
-def _moves(span: Span) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _moves(span: TracedSpan) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if "moves" in span.facts:
         for one in span.facts["moves"]:
             yield str(one["move"]), one
@@ -93,10 +93,10 @@ def _moves(span: Span) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield span.name, span.facts
 
 
-def _swaps(calls: Sequence[Span], count: int) -> Iterator[Advice]:
+def _swaps(calls: Sequence[TracedSpan], count: int) -> Iterator[Advice]:
     """One engine leaves, another comes, and nothing is computed in between: both ways of the link can work at once."""
     both_s = 0.0
-    run: list[Span] = []
+    run: list[TracedSpan] = []
     for span in [*calls, None]:
         if span is not None and kind_of(span) == COPY and span.name in ("onload", "offload"):
             run.append(span)
@@ -109,7 +109,9 @@ def _swaps(calls: Sequence[Span], count: int) -> Iterator[Advice]:
         yield Advice("offload, then onload, one after the other", 2 * both_s / count, both_s / count, how)
 
 
-def _products(trace: Trace, calls: Sequence[Span], count: int, limits: Mapping[str, float]) -> Iterator[Advice]:
+def _products(
+    trace: ProgramTrace, calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float]
+) -> Iterator[Advice]:
     for name, operations, pays in (("train_step", 6, "train_batch"), ("score", 2, "forward_logprobs")):
         own = [span for span in calls if span.name == name and "tokens" in span.facts]
         if not own:
@@ -130,7 +132,9 @@ def _products(trace: Trace, calls: Sequence[Span], count: int, limits: Mapping[s
         yield Advice(pays, seconds, best_s, how)
 
 
-def _decoding(trace: Trace, calls: Sequence[Span], count: int, limits: Mapping[str, float]) -> Iterator[Advice]:
+def _decoding(
+    trace: ProgramTrace, calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float]
+) -> Iterator[Advice]:
     own = [span for span in calls if span.name == "generate" and "longest" in span.facts]
     if not own:
         return
@@ -146,7 +150,7 @@ def _decoding(trace: Trace, calls: Sequence[Span], count: int, limits: Mapping[s
     yield Advice("generate", seconds, best_s, how)
 
 
-def _syncs(calls: Sequence[Span], count: int, limits: Mapping[str, float]) -> Iterator[Advice]:
+def _syncs(calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float]) -> Iterator[Advice]:
     own = [span for span in calls if span.name == "sync_weights" and "bytes" in span.facts]
     if not own:
         return
@@ -157,14 +161,14 @@ def _syncs(calls: Sequence[Span], count: int, limits: Mapping[str, float]) -> It
     yield Advice("sync_weights", seconds, None if limit is None else nbytes / limit, how)
 
 
-def _saves(calls: Sequence[Span], count: int) -> Iterator[Advice]:
+def _saves(calls: Sequence[TracedSpan], count: int) -> Iterator[Advice]:
     seconds = sum(span.seconds for span in calls if kind_of(span) == SAVE and span.name == "save") / count
     if seconds:
         yield Advice("save", seconds, 0.0, "save(blocking=False) writes in the background, after a copy to the host")
 
 
-def _own_time(devices: Sequence[DeviceTimeline], steps: Steps) -> Iterator[Advice]:
-    """What the program does itself while devices wait."""
+def _own_time(devices: Sequence[DeviceTimeline], steps: MeasuredSteps) -> Iterator[Advice]:
+    """Yield the time that the program takes itself while devices wait."""
     sums: defaultdict[str, float] = defaultdict(float)
     for device in devices:
         for gap in device.gaps:
@@ -179,7 +183,7 @@ def _own_time(devices: Sequence[DeviceTimeline], steps: Steps) -> Iterator[Advic
         yield Advice(cause, seconds, 0.0, how)
 
 
-def _hidden(trace: Trace, calls: Sequence[Span], count: int) -> Iterator[Advice]:
+def _hidden(trace: ProgramTrace, calls: Sequence[TracedSpan], count: int) -> Iterator[Advice]:
     """Generation and training by turns, on devices of their own: one can hide behind the other."""
     used: dict[str, set[str]] = {"train": set(), "inference": set()}
     for engine in trace.engines.values():

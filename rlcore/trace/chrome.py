@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.trace.events import Trace
+from rlcore.trace.events import ProgramTrace
 from rlcore.trace.gaps import DeviceTimeline
 from rlcore.trace.kernels import RecordedCall
 from rlcore.trace.phases import public_name
@@ -16,13 +16,13 @@ _LANES, _DEVICES, _KERNELS = 1_000_001, 1_000_002, 1_000_003
 """Numbers of what is no process: larger than those of processes may be."""
 
 
-def chrome_json(trace: Trace, devices: Sequence[DeviceTimeline], calls: Sequence[RecordedCall]) -> bytes:
+def chrome_json(trace: ProgramTrace, devices: Sequence[DeviceTimeline], calls: Sequence[RecordedCall]) -> bytes:
     """Return the JSON. Times are microseconds since the first span."""
     events = [*_names(trace, devices), *_spans(trace), *_device_events(trace, devices), *_kernels(trace, calls)]
     return msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events}, enc_hook=str)
 
 
-def _names(trace: Trace, devices: Sequence[DeviceTimeline]) -> Iterator[dict[str, Any]]:
+def _names(trace: ProgramTrace, devices: Sequence[DeviceTimeline]) -> Iterator[dict[str, Any]]:
     for number, process in enumerate(trace.processes):
         role = "program" if number == 0 else "worker process"
         yield _name("process_name", number, 0, f"{role} {process.pid} on {process.host}")
@@ -42,11 +42,11 @@ def _name(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _lanes(trace: Trace) -> list[str]:
+def _lanes(trace: ProgramTrace) -> list[str]:
     return sorted({lane.lane for lane in trace.lanes})
 
 
-def _spans(trace: Trace) -> Iterator[dict[str, Any]]:
+def _spans(trace: ProgramTrace) -> Iterator[dict[str, Any]]:
     for span in trace.spans:
         facts = span.facts | ({"unfinished": True} if span.is_unfinished else {})
         yield _event(trace, public_name(span), (span.begin_ns, span.end_ns), (span.process, span.thread), facts)
@@ -55,7 +55,7 @@ def _spans(trace: Trace) -> Iterator[dict[str, Any]]:
         yield _event(trace, lane.name, (lane.begin_ns, lane.end_ns), (_LANES, lanes[lane.lane]), {})
 
 
-def _device_events(trace: Trace, devices: Sequence[DeviceTimeline]) -> Iterator[dict[str, Any]]:
+def _device_events(trace: ProgramTrace, devices: Sequence[DeviceTimeline]) -> Iterator[dict[str, Any]]:
     for number, device in enumerate(devices):
         for begin, end in device.busy:
             yield _event(trace, "computes", (begin, end), (_DEVICES, number), {})
@@ -64,14 +64,14 @@ def _device_events(trace: Trace, devices: Sequence[DeviceTimeline]) -> Iterator[
             yield _event(trace, name, (gap.begin_ns, gap.end_ns), (_DEVICES, number), {"cause": gap.cause})
 
 
-def _kernels(trace: Trace, calls: Sequence[RecordedCall]) -> Iterator[dict[str, Any]]:
+def _kernels(trace: ProgramTrace, calls: Sequence[RecordedCall]) -> Iterator[dict[str, Any]]:
     for number, call in enumerate(calls):
         for begin, end, name in call.intervals:
             yield _event(trace, name, (begin, end), (_KERNELS, number), {})
 
 
 def _event(
-    trace: Trace, name: str, times: tuple[int, int], row: tuple[int, int], facts: dict[str, Any]
+    trace: ProgramTrace, name: str, times: tuple[int, int], row: tuple[int, int], facts: dict[str, Any]
 ) -> dict[str, Any]:
     begin_ns, end_ns = times
     process, thread = row

@@ -16,14 +16,14 @@ from rlcore.spans import SCHEMA
 
 
 @dataclass(eq=False, slots=True)
-class Span:
+class TracedSpan:
     """Something that a thread of a process did. Times are nanoseconds of the program's CLOCK_MONOTONIC."""
 
     name: str
     begin_ns: int
     end_ns: int
     process: int
-    """The position of its process in ``Trace.processes``."""
+    """The position of its process in ``ProgramTrace.processes``."""
     thread: int
     depth: int
     """The number of spans of this thread that it lies in."""
@@ -80,16 +80,16 @@ class Process:
 
 
 @dataclass(eq=False, slots=True)
-class Trace:
+class ProgramTrace:
     """All that the processes of a program noted."""
 
     processes: list[Process]
     """The program is the first."""
-    spans: list[Span]
+    spans: list[TracedSpan]
     """In the order in which they began."""
     lanes: list[LaneSpan]
     notes: list[str]
-    """What a reader of the trace must know, such as damaged lines."""
+    """Words for the reader of the trace, such as about damaged lines."""
 
     @property
     def begin_ns(self) -> int:
@@ -103,9 +103,9 @@ class Trace:
     def engines(self) -> dict[int, dict[str, Any]]:
         return self.processes[0].engines
 
-    def calls(self) -> list[Span]:
+    def calls(self) -> list[TracedSpan]:
         """Return what the program asked of its engines; what is a part of another call is left out."""
-        found: list[Span] = []
+        found: list[TracedSpan] = []
         until: dict[tuple[int, int], int] = {}
         for span in self.spans:
             thread = span.process, span.thread
@@ -115,7 +115,7 @@ class Trace:
         return found
 
 
-class _Line(msgspec.Struct):
+class _TraceLine(msgspec.Struct):
     """One line of a file, of whichever kind: the header, a thread, a begin, an end, a lane or an event."""
 
     schema: str | None = None
@@ -136,10 +136,10 @@ class _Line(msgspec.Struct):
     facts: dict[str, Any] = {}
 
 
-_decode = msgspec.json.Decoder(_Line).decode
+_decode = msgspec.json.Decoder(_TraceLine).decode
 
 
-def read_trace(folder: Path) -> Trace:
+def read_trace(folder: Path) -> ProgramTrace:
     """Read what the processes of a program wrote into ``folder``, whether they have ended well, were killed, or run.
 
     Raises:
@@ -153,7 +153,7 @@ def read_trace(folder: Path) -> Trace:
         )
     # Workers start after their program, and may be on hosts whose clocks are ahead.
     found.sort(key=lambda one: (not one.process.engines, one.process.utc_ns))
-    trace = Trace([one.process for one in found], [], [], [])
+    trace = ProgramTrace([one.process for one in found], [], [], [])
     for number, one in enumerate(found):
         if one.num_damaged:
             trace.notes.append(f"{one.path.name}: {one.num_damaged} damaged lines were left out")
@@ -174,7 +174,7 @@ def read_trace(folder: Path) -> Trace:
 class _File:
     path: Path
     process: Process
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TracedSpan] = field(default_factory=list)
     lanes: list[LaneSpan] = field(default_factory=list)
     num_damaged: int = 0
 
@@ -189,7 +189,7 @@ def _read_file(path: Path) -> _File | None:
     if head.schema != SCHEMA:
         return None
     file = _File(path, Process(head.host, head.pid, head.command, head.boot, head.monotonic_ns, head.utc_ns))
-    open_spans: defaultdict[int, list[Span]] = defaultdict(list)
+    open_spans: defaultdict[int, list[TracedSpan]] = defaultdict(list)
     for data in lines[
         1:-1
     ]:  # what comes after the last end of a line is none, or was cut off by the end of the process
@@ -200,13 +200,13 @@ def _read_file(path: Path) -> _File | None:
     return file
 
 
-def _take(file: _File, open_spans: defaultdict[int, list[Span]], line: _Line) -> None:
+def _take(file: _File, open_spans: defaultdict[int, list[TracedSpan]], line: _TraceLine) -> None:
     process = file.process
     if line.lane is not None:
         file.lanes.append(LaneSpan(line.lane, line.name, line.at, line.end or line.at))
     elif line.begin is not None:
         outer = open_spans[line.thread]
-        span = Span(line.begin, line.at, -1, 0, line.thread, len(outer), line.kind, line.facts)
+        span = TracedSpan(line.begin, line.at, -1, 0, line.thread, len(outer), line.kind, line.facts)
         outer.append(span)
         file.spans.append(span)
     elif line.event == "engine":
@@ -235,7 +235,7 @@ def _shift_ns(program: Process, process: Process, notes: list[str]) -> int:
     return (process.utc_ns - process.monotonic_ns) - (program.utc_ns - program.monotonic_ns)
 
 
-def _end_open_spans(trace: Trace) -> None:
+def _end_open_spans(trace: ProgramTrace) -> None:
     """Let spans that never ended last until the last thing that their process noted."""
     last: defaultdict[int, int] = defaultdict(int)
     for span in trace.spans:
@@ -245,9 +245,9 @@ def _end_open_spans(trace: Trace) -> None:
             span.end_ns, span.is_unfinished = last[span.process], True
 
 
-def _tell_workers(trace: Trace) -> None:
+def _tell_workers(trace: ProgramTrace) -> None:
     """Give the spans of workers the facts about the program's call that they belong to, such as the tag that moves."""
-    calls: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
+    calls: defaultdict[tuple[int, str], list[TracedSpan]] = defaultdict(list)
     for span in trace.spans:
         if span.is_call:
             calls[span.engine, span.name].append(span)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlcore.trace.events import Span, Trace, merged
+from rlcore.trace.events import TracedSpan, ProgramTrace, merged
 from rlcore.trace.phases import COMPUTE, COPY, SYNC, described, kind_of, public_name
 
 PROGRAM = "the program, outside the engines"
@@ -39,7 +39,7 @@ class DeviceTimeline:
 
     name: str
     """With its host, where the trace has several."""
-    spans: list[Span]
+    spans: list[TracedSpan]
     """All calls of workers on it."""
     busy: list[tuple[int, int]]
     """When it computed."""
@@ -57,14 +57,14 @@ class _Reason:
     detail: str
 
 
-def device_timelines(trace: Trace, limits: Mapping[str, float] | None = None) -> list[DeviceTimeline]:
+def device_timelines(trace: ProgramTrace, limits: Mapping[str, float] | None = None) -> list[DeviceTimeline]:
     """Return the timeline of each device.
 
     Args:
         limits: those of a bench record's calibration, to compare copies with.
     """
     hosts = {process.host for process in trace.processes}
-    by_device: defaultdict[str, list[Span]] = defaultdict(list)
+    by_device: defaultdict[str, list[TracedSpan]] = defaultdict(list)
     for span in trace.spans:
         if span.is_of_worker:
             host = f"{trace.processes[span.process].host}/" if len(hosts) > 1 else ""
@@ -73,7 +73,9 @@ def device_timelines(trace: Trace, limits: Mapping[str, float] | None = None) ->
     return [_timeline(trace, name, spans, limits) for name, spans in sorted(by_device.items())]
 
 
-def _timeline(trace: Trace, name: str, spans: list[Span], limits: Mapping[str, float] | None) -> DeviceTimeline:
+def _timeline(
+    trace: ProgramTrace, name: str, spans: list[TracedSpan], limits: Mapping[str, float] | None
+) -> DeviceTimeline:
     collecting = [(one.begin_ns, one.end_ns + _SAME_NS) for one in spans if one.name == "collect"]
     others = [(one.begin_ns, one.end_ns) for one in spans if kind_of(one) == COMPUTE and one.name != "collect"]
     busy = merged([*((begin, end - _SAME_NS) for begin, end in merged(collecting)), *others])
@@ -91,8 +93,8 @@ _Timed = tuple[int, _Reason]
 """When it begins, and the reason."""
 
 
-def _of_workers(spans: Sequence[Span], limits: Mapping[str, float] | None) -> Iterator[_Timed]:
-    """What the device's own workers did instead."""
+def _of_workers(spans: Sequence[TracedSpan], limits: Mapping[str, float] | None) -> Iterator[_Timed]:
+    """Yield what the device's own workers did instead."""
     for number, span in enumerate(spans):
         if (kind := kind_of(span)) == COMPUTE:
             continue
@@ -101,8 +103,8 @@ def _of_workers(spans: Sequence[Span], limits: Mapping[str, float] | None) -> It
         yield span.begin_ns, _Reason(_OF_WORKER, -number, span.end_ns, words, detail)
 
 
-def _of_lanes(trace: Trace, spans: Sequence[Span]) -> Iterator[_Timed]:
-    """What a RolloutController says about who waits for whom."""
+def _of_lanes(trace: ProgramTrace, spans: Sequence[TracedSpan]) -> Iterator[_Timed]:
+    """Yield what a RolloutController says about who waits for whom."""
     kinds = {str(span.facts.get("engine", "")) for span in spans}
     for number, lane in enumerate(trace.lanes):
         if lane.lane == "trainer" and lane.name == "wait" and "the train engine" in kinds:
@@ -112,8 +114,10 @@ def _of_lanes(trace: Trace, spans: Sequence[Span]) -> Iterator[_Timed]:
             yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, words, words)
 
 
-def _of_program(trace: Trace, spans: Sequence[Span], limits: Mapping[str, float] | None) -> Iterator[_Timed]:
-    """What the threads that call the device's engines did meanwhile; the innermost span counts."""
+def _of_program(
+    trace: ProgramTrace, spans: Sequence[TracedSpan], limits: Mapping[str, float] | None
+) -> Iterator[_Timed]:
+    """Yield what the threads that call the device's engines did meanwhile; the innermost span counts."""
     own = {span.engine for span in spans}
     calling = {span.thread for span in trace.spans if span.is_call and span.engine in own}
     for span in (*trace.calls(), *(one for one in trace.spans if one.kind == "program")):
@@ -125,7 +129,7 @@ def _of_program(trace: Trace, spans: Sequence[Span], limits: Mapping[str, float]
         yield span.begin_ns, _Reason(_OF_PROGRAM, -span.depth, span.end_ns, words, detail)
 
 
-def _words(trace: Trace, span: Span, own: set[int]) -> str:
+def _words(trace: ProgramTrace, span: TracedSpan, own: set[int]) -> str:
     if not span.is_call:
         return PROGRAM if span.name == "step" else f"the program: {span.name}"
     number = span.engine

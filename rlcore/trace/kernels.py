@@ -1,4 +1,4 @@
-"""What a device did inside one call, as torch's profiler recorded it: the time of its kernels, and which took most."""
+"""The kernels of one call, as torch's profiler recorded them: how long the device had any, and which took most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.trace.events import Span, Trace, length_ns, merged
+from rlcore.trace.events import TracedSpan, ProgramTrace, length_ns, merged
 
 _OF_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _NUM_SHOWN = 12
@@ -45,13 +45,13 @@ class Kernel:
 class RecordedCall:
     """One call whose kernels were recorded. Recording makes it slower: its seconds are not those of other calls."""
 
-    span: Span
+    span: TracedSpan
     is_of_host: bool
     """There were no kernels of a device: the operators of the host are shown."""
     intervals: list[tuple[int, int, str]]
     """Begin and end of each kernel in nanoseconds of the program's clock, and its name."""
     top: list[Kernel]
-    """Those that took most time."""
+    """The kernels that took most time."""
 
     @property
     def busy_share(self) -> float:
@@ -60,7 +60,7 @@ class RecordedCall:
         return length_ns(busy) / max(1, self.span.end_ns - self.span.begin_ns)
 
 
-def recorded_calls(folder: Path, trace: Trace) -> list[RecordedCall]:
+def recorded_calls(folder: Path, trace: ProgramTrace) -> list[RecordedCall]:
     """Return the calls of which the profiler's file is there and whole; notes say which is not."""
     found = []
     for span in trace.spans:
@@ -78,7 +78,7 @@ def _read(path: Path) -> list[_Event]:
     return msgspec.json.decode(data, type=_Recording).traceEvents
 
 
-def _recorded(span: Span, events: list[_Event]) -> RecordedCall:
+def _recorded(span: TracedSpan, events: list[_Event]) -> RecordedCall:
     whole = f"{span.name} of {span.facts['engine']}"
     own = _range_of(events, whole)
     # The range begins at once after the span: so many nanoseconds is the profiler's clock behind the program's.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import MissingDependencyError
-from rlcore.trace.events import Span, merged
+from rlcore.trace.events import TracedSpan, merged
 from rlcore.trace.phases import described, kind_of, public_name, seconds_text
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 _MOST_BARS = 40_000
-"""Of a row: a browser draws so many at once. What is shorter is left out first."""
+"""The most bars of a row: a browser draws so many at once. Shorter ones are left out first."""
 _PROGRAM_DEPTH = 3
 
 
@@ -112,7 +112,7 @@ def _rows(report: Report) -> Iterator[tuple[str, list[_Bar]]]:
 _LANE_KINDS = {"generate": "generate", "train": "compute", "sync": "sync", "wait": "gap"}
 
 
-def _bar(start: int, span: Span) -> _Bar:
+def _bar(start: int, span: TracedSpan) -> _Bar:
     kind = "generate" if span.name in ("generate", "collect") else kind_of(span)
     said = f"{described(span)}{' (never ended: its process did)' if span.is_unfinished else ''}"
     return _times(start, (span.begin_ns, span.end_ns), kind, public_name(span), said)

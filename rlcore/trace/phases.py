@@ -1,4 +1,4 @@
-"""What the spans of a program mean: which compute, which copy, and their names in the engines' interface."""
+"""The meaning of a program's spans: which compute, which copy, and their names in the engines' interface."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from rlcore.trace.events import Span, Trace
+from rlcore.trace.events import TracedSpan, ProgramTrace
 
 COMPUTE, COPY, SYNC, SAVE, SETUP, OTHER = "compute", "copy", "sync", "save", "setup", "other"
 _KINDS = {
@@ -28,20 +28,20 @@ _PUBLIC = {
 }
 
 
-def kind_of(span: Span) -> str:
+def kind_of(span: TracedSpan) -> str:
     if span.name.startswith("module."):
         return COMPUTE
     return _KINDS.get(span.name, OTHER)
 
 
-def public_name(span: Span) -> str:
+def public_name(span: TracedSpan) -> str:
     """Return the name that the program calls it by, with the tag that moves."""
     name = _PUBLIC.get(span.name, span.name).removeprefix("module.")
     tag = span.facts.get("tag")
     return f"{name} {tag}" if tag else name
 
 
-def described(span: Span, link: dict[str, float] | None = None) -> str:
+def described(span: TracedSpan, link: dict[str, float] | None = None) -> str:
     """Return the words for a span, of a copy with its bytes and rate; ``link`` has the limits of a bench record."""
     facts = span.facts
     if "moves" in facts:
@@ -86,13 +86,13 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-class Steps:
+class MeasuredSteps:
     """The steps of a program: its own spans "step", else what lies between the ends of two weight syncs.
 
     The first ones warm up, and are left out where others follow; so are those in which kernels were recorded.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ProgramTrace) -> None:
         own = [(span.begin_ns, span.end_ns) for span in trace.spans if _is_step(span)]
         if not own:
             ends = [span.end_ns for span in trace.spans if span.name == "sync_weights" and not span.is_unfinished]
@@ -114,15 +114,15 @@ class Steps:
         inside = sum(max(0, min(end, end_ns) - max(begin, begin_ns)) for begin, end in self.measured)
         return inside / len(self.measured) / 1e9
 
-    def has(self, span: Span) -> bool:
+    def has(self, span: TracedSpan) -> bool:
         """The middle of a span is in a measured step."""
         middle = (span.begin_ns + span.end_ns) // 2
         return any(begin <= middle < end for begin, end in self.measured)
 
 
-def _is_step(span: Span) -> bool:
+def _is_step(span: TracedSpan) -> bool:
     return span.name == "step" and span.kind == "program"
 
 
-def _touches(step: tuple[int, int], span: Span) -> bool:
+def _touches(step: tuple[int, int], span: TracedSpan) -> bool:
     return span.begin_ns < step[1] and span.end_ns > step[0]

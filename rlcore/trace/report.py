@@ -13,10 +13,10 @@ from rlcore.bench import record
 from rlcore.errors import InvalidInputError
 from rlcore.trace.advice import Advice, advice
 from rlcore.trace.chrome import chrome_json
-from rlcore.trace.events import Span, Trace, read_trace
+from rlcore.trace.events import TracedSpan, ProgramTrace, read_trace
 from rlcore.trace.gaps import DeviceTimeline, Gap, device_timelines
 from rlcore.trace.kernels import RecordedCall, recorded_calls
-from rlcore.trace.phases import Steps, bytes_text, public_name, seconds_text
+from rlcore.trace.phases import MeasuredSteps, bytes_text, public_name, seconds_text
 
 JSON, PAGE = "trace.json", "trace.html"
 _MOST_ROWS = 12
@@ -36,11 +36,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a trace says."""
+    """All that a trace says."""
 
     title: str
-    trace: Trace
-    steps: Steps
+    trace: ProgramTrace
+    steps: MeasuredSteps
     devices: list[DeviceTimeline]
     kernels: list[RecordedCall]
     tables: list[Table]
@@ -79,8 +79,8 @@ def _limits(path: Path) -> Mapping[str, float]:
     return calibration.limits
 
 
-def _report(trace: Trace, kernels: list[RecordedCall], limits: Mapping[str, float] | None) -> Report:
-    steps, devices = Steps(trace), device_timelines(trace, limits)
+def _report(trace: ProgramTrace, kernels: list[RecordedCall], limits: Mapping[str, float] | None) -> Report:
+    steps, devices = MeasuredSteps(trace), device_timelines(trace, limits)
     tables = [
         _phases(trace, steps),
         *_idle(devices, steps),
@@ -92,7 +92,7 @@ def _report(trace: Trace, kernels: list[RecordedCall], limits: Mapping[str, floa
     return Report(shlex.join(program.command), trace, steps, devices, kernels, tables, notes)
 
 
-def _killed(trace: Trace) -> Iterator[str]:
+def _killed(trace: ProgramTrace) -> Iterator[str]:
     """Say which processes have ended amid something."""
     innermost = {span.process: span for span in trace.spans if span.is_unfinished}
     for number, span in innermost.items():
@@ -102,7 +102,7 @@ def _killed(trace: Trace) -> Iterator[str]:
         yield f"{role} {process.pid} ended, or goes on, amid {public_name(span)}{where}; what it did before is shown"
 
 
-def _about(steps: Steps) -> str:
+def _about(steps: MeasuredSteps) -> str:
     if not steps.are_known:
         return "the whole program: no step was found; mark yours with rlcore.span('step')"
     left_out = len(steps.all) - len(steps.measured)
@@ -110,7 +110,7 @@ def _about(steps: Steps) -> str:
     return f"a mean step of {seconds_text(steps.seconds)}, over {len(steps.measured)} steps{others}"
 
 
-def _phases(trace: Trace, steps: Steps) -> Table:
+def _phases(trace: ProgramTrace, steps: MeasuredSteps) -> Table:
     """Where the time of the program goes: its calls, the rest, and what of the rest it has named itself."""
     seconds: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
@@ -148,7 +148,7 @@ def _by_time(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(seconds.items(), key=lambda one: -one[1])
 
 
-def _calls_inside(trace: Trace, steps: Steps, span: Span) -> float:
+def _calls_inside(trace: ProgramTrace, steps: MeasuredSteps, span: TracedSpan) -> float:
     """Return the seconds of a step that the calls take which a thread makes inside a span of the program's."""
     return sum(
         steps.share(max(call.begin_ns, span.begin_ns), min(call.end_ns, span.end_ns))
@@ -159,11 +159,11 @@ def _calls_inside(trace: Trace, steps: Steps, span: Span) -> float:
     )
 
 
-def _idle(devices: list[DeviceTimeline], steps: Steps) -> list[Table]:
+def _idle(devices: list[DeviceTimeline], steps: MeasuredSteps) -> list[Table]:
     return [_idle_of(device, steps) for device in devices]
 
 
-def _idle_of(device: DeviceTimeline, steps: Steps) -> Table:
+def _idle_of(device: DeviceTimeline, steps: MeasuredSteps) -> Table:
     sums: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     longest: dict[str, Gap] = {}
@@ -189,7 +189,7 @@ def _idle_of(device: DeviceTimeline, steps: Steps) -> Table:
     return Table(f"Why {device.name} is idle", ["cause", "gaps", "time", "share", "longest"], rows, note)
 
 
-def _faster(found: list[Advice], steps: Steps, limits: Mapping[str, float] | None) -> Table:
+def _faster(found: list[Advice], steps: MeasuredSteps, limits: Mapping[str, float] | None) -> Table:
     rows = [
         [
             one.what,

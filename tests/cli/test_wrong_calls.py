@@ -120,7 +120,10 @@ COMMANDS = [
     ),
     ("quickstart --resume --output damaged", "damaged/run.json cannot be read: JSON is malformed: invalid character"),
     ("trace nowhere.py", "the program to trace must be a Python file or a command, got 'nowhere.py', which is neither"),
-    ("trace --report nowhere", "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there; give the fold"),
+    (
+        "trace --report nowhere",
+        "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there; give the fold",
+    ),
     ("trace -o text.json true", "the folder of the trace {here}/text.json cannot be made: File exists"),
     ("trace --report mine --record nowhere", "cannot read the benchmark record nowhere: No such file or directory"),
     ("devices tpu", "no device 'tpu'; registered: cpu, cuda, npu"),

@@ -10,7 +10,7 @@ import pytest
 from rlcore.trace.advice import advice
 from rlcore.trace.events import read_trace
 from rlcore.trace.gaps import PROGRAM, DeviceTimeline, device_timelines
-from rlcore.trace.phases import Steps
+from rlcore.trace.phases import MeasuredSteps
 from tests.trace.made_trace import SAMPLER, TRAINER, MadeProgram, colocated
 
 LIMITS = {"to_device/pinned": 55e9, "to_host/pinned": 50e9, "product/bfloat16": 100e12, "memory": 4e12}
@@ -74,10 +74,10 @@ def test_what_a_rollout_says_explains_who_waits(tmp_path: Path) -> None:
 
 def test_the_steps_that_tables_are_about(tmp_path: Path) -> None:
     made = colocated(tmp_path, steps=5)
-    steps = Steps(read_trace(tmp_path))
+    steps = MeasuredSteps(read_trace(tmp_path))
     assert (len(steps.all), len(steps.measured), steps.seconds) == (5, 3, 1.0)
     made.call("recording", TRAINER, "cuda:0", 3100, 3200)  # the profiler makes this step slower
-    steps = Steps(read_trace(tmp_path))
+    steps = MeasuredSteps(read_trace(tmp_path))
     assert [begin for begin, _ in steps.measured] == [2_000_000_000, 4_000_000_000]
 
 
@@ -85,13 +85,13 @@ def test_without_a_step_of_its_own_the_syncs_of_a_program_end_its_steps(tmp_path
     made = MadeProgram(tmp_path)
     for at in (100, 300, 600):
         made.program.span("sync_weights", at, at + 10, "call")
-    assert [(end - begin) / 1e6 for begin, end in Steps(read_trace(tmp_path)).all] == [200, 300]
+    assert [(end - begin) / 1e6 for begin, end in MeasuredSteps(read_trace(tmp_path)).all] == [200, 300]
 
 
 def test_what_would_make_a_step_faster(tmp_path: Path) -> None:
     colocated(tmp_path)
     trace = read_trace(tmp_path)
-    found = advice(trace, Steps(trace), device_timelines(trace, LIMITS), LIMITS)
+    found = advice(trace, MeasuredSteps(trace), device_timelines(trace, LIMITS), LIMITS)
     best = {one.what: (one.seconds, one.best_s) for one in found}
     assert best["generate"] == pytest.approx((0.3, 200 * 2e9 / 4e12))
     assert best["train_batch"] == pytest.approx((0.25, 6 * 1e9 * 2000 / 100e12))
@@ -114,7 +114,7 @@ def test_without_limits_only_what_needs_none_has_a_number(tmp_path: Path) -> Non
     made.call("onload", SAMPLER, "cuda:1", 500, 560, tag="weights", most_bytes=1, seconds=0.06, pinned=False)
     made.call("save", TRAINER, "cuda:0", 560, 660)
     trace = read_trace(tmp_path)
-    found = {one.what: one for one in advice(trace, Steps(trace), device_timelines(trace), None)}
+    found = {one.what: one for one in advice(trace, MeasuredSteps(trace), device_timelines(trace), None)}
     assert found["generate"].best_s is None and found["train_batch"].saved_s == 0
     hidden = found["generation and training by turns"]
     assert (hidden.seconds, hidden.best_s) == pytest.approx((0.4, 0.3))

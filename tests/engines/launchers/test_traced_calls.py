@@ -96,10 +96,7 @@ def test_the_profiler_records_the_third_call_of_a_method(folder: Path) -> None:
 
 
 def output(*lengths: int) -> RequestOutput:
-    completions = [
-        Completion([1] * length, [0.0] * length, "", "stop", ())
-        for length in lengths
-    ]
+    completions = [Completion([1] * length, [0.0] * length, "", "stop", ()) for length in lengths]
     return RequestOutput(None, [1], completions)
 
 
