@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.trace.events import TracedSpan, ProgramTrace
+from rlcore.trace.events import ProgramTrace, TracedSpan
 from rlcore.trace.gaps import PROGRAM, DeviceTimeline
 from rlcore.trace.phases import COMPUTE, COPY, SAVE, MeasuredSteps, bytes_text, kind_of, limit_of
 

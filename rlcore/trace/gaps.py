@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlcore.trace.events import TracedSpan, ProgramTrace, merged
+from rlcore.trace.events import ProgramTrace, TracedSpan, merged
 from rlcore.trace.phases import COMPUTE, COPY, SYNC, described, kind_of, public_name
 
 PROGRAM = "the program, outside the engines"

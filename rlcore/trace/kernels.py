@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rlcore.trace.events import TracedSpan, ProgramTrace, length_ns, merged
+from rlcore.trace.events import ProgramTrace, TracedSpan, length_ns, merged
 
 _OF_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _NUM_SHOWN = 12

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from rlcore.trace.events import TracedSpan, ProgramTrace
+from rlcore.trace.events import ProgramTrace, TracedSpan
 
 COMPUTE, COPY, SYNC, SAVE, SETUP, OTHER = "compute", "copy", "sync", "save", "setup", "other"
 _KINDS = {

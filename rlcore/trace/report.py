@@ -13,7 +13,7 @@ from rlcore.bench import record
 from rlcore.errors import InvalidInputError
 from rlcore.trace.advice import Advice, advice
 from rlcore.trace.chrome import chrome_json
-from rlcore.trace.events import TracedSpan, ProgramTrace, read_trace
+from rlcore.trace.events import ProgramTrace, TracedSpan, read_trace
 from rlcore.trace.gaps import DeviceTimeline, Gap, device_timelines
 from rlcore.trace.kernels import RecordedCall, recorded_calls
 from rlcore.trace.phases import MeasuredSteps, bytes_text, public_name, seconds_text
