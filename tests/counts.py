@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import rlcore
@@ -23,9 +22,9 @@ from rlcore._torch_private import TorchDispatchMode, schema_of, tree_leaves
 
 OWN = str(Path(rlcore.__file__).parent)
 _FREE = {
-    "device",
     "_record_function_enter_new",
     "_record_function_exit",
+    "device",
     "empty",
     "empty_like",
     "empty_strided",

@@ -150,7 +150,7 @@ def test_a_module_without_wide_layers_is_refused() -> None:
 
 
 def test_float8_is_no_dtype_of_parameters() -> None:
-    with pytest.raises(InvalidInputError, match="^dtype must be one of float32, bfloat16, got 'float8'"):
+    with pytest.raises(InvalidInputError, match=r"^dtype must be one of float32, bfloat16, got 'float8'"):
         Sharding(dtype="float8")
-    with pytest.raises(InvalidInputError, match="^compute_dtype must be one of float32, bfloat16, float8, got 'fp8'"):
+    with pytest.raises(InvalidInputError, match=r"^compute_dtype must be one of float32, bfloat16, float8, got 'fp8'"):
         Sharding(compute_dtype="fp8")
