@@ -24,7 +24,6 @@ from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
 from rlcore.weights.source import TensorSlices, WeightSource, in_files
 
-
 _PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
 _VARIABLES = ("VLLM_", "FLASHINFER_")
 _PLACES = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT")

@@ -99,7 +99,7 @@ def _folder() -> Iterator[RuntimeFolder | None]:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return the digest of the code that makes plans and carries them out, which a checkout changes between releases."""
+    """Return the digest of the code that makes plans and carries them out: a checkout changes it between releases."""
     folders = [Path(__file__).parent, Path(kernels.__path__[0]) / "strided_copy"]
     files = [file for folder in folders for file in sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
-from torch import Tensor, nn
+from torch import nn
 
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
@@ -50,14 +51,13 @@ class Program:
         self.session = SyncSession(LocalPeers("the trainer", [self.sender]), LocalPeers("the engine", self.receivers))
 
     def _receiver(self, shard: int, text: str | None) -> Receiver:
-        class Worker:
-            device, model, versions = get_device("cpu"), self.models[shard], []  # type: ignore[var-annotated]  # noqa: RUF012
-
-            @staticmethod
-            def new_model() -> SmallModel:
-                return SmallModel(SIZES, shard, 2, torch.float32)
-
-        target = Identified(Worker())  # type: ignore[arg-type]
+        worker: Any = SimpleNamespace(
+            device=get_device("cpu"),
+            model=self.models[shard],
+            versions=[],
+            new_model=lambda: SmallModel(SIZES, shard, 2, torch.float32),
+        )
+        target = Identified(worker)
         target.text = text
         return Receiver(target)
 
@@ -77,19 +77,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What planners do: "trace" and "test"."""
     done: list[str] = []
-    for name, word in (("trace_loader", "trace"), ("run_self_test", "test")):
 
-        def noted(
-            *args: Any, real: Callable[..., Any] = getattr(planner, name), word: str = word, **kwargs: Any
-        ) -> Any:
-            done.append(word)
-            return real(*args, **kwargs)
+    def note(name: str, word: str) -> None:
+        real = getattr(planner, name)
+        monkeypatch.setattr(planner, name, lambda *args, **kwargs: (done.append(word), real(*args, **kwargs))[1])
 
-        monkeypatch.setattr(planner, name, noted)
-    yield done
+    note("trace_loader", "trace")
+    note("run_self_test", "test")
+    return done
 
 
 FIRST = ["trace", "trace", "test", "test"]
