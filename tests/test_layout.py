@@ -46,6 +46,7 @@ BASE = {
     "errors",
     "evaluation_mode",
     "file_lock",
+    "float8_linear",
     "held_memory",
     "logit_form",
     "types",
