@@ -97,8 +97,7 @@ class WeightSync:
             known = _KnownSession(groups, _session(groups, options.timeout_s), ())
         self._forget_closed()
         self._known[key] = known
-        with ExitStack() as stack:
-            here = stack.enter_context(spans.call_span("sync_weights", version=options.version))
+        with spans.call_span("sync_weights", version=options.version) as here, ExitStack() as stack:
             for target in targets:
                 stack.enter_context(target._receiving(is_staged=options.is_staged))
             report = known.session.run(options, lambda: poisoned(targets, options.version))

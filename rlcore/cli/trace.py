@@ -47,10 +47,12 @@ def trace(
     """
     if (report is None) == (not command):
         raise typer.BadParameter("give a program to run, or --report with the folder of a trace", param_hint="PROGRAM")
-    code, folder = 0, report
-    if folder is None:
-        folder = _new_folder(command[0]) if output is None else output
-        code = _run(_resolved(command or []), folder.absolute(), records_kernels=kernels)
+    if report is not None:
+        _show(report, record)
+        return
+    program = _resolved(command or [])
+    folder = output or _new_folder((command or [""])[0])
+    code = _run(program, folder.absolute(), records_kernels=kernels)
     _show(folder, record)
     raise typer.Exit(code)
 

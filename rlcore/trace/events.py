@@ -93,11 +93,11 @@ class ProgramTrace:
 
     @property
     def begin_ns(self) -> int:
-        return min((one.begin_ns for one in (*self.spans, *self.lanes)), default=0)
+        return min([*(span.begin_ns for span in self.spans), *(lane.begin_ns for lane in self.lanes)], default=0)
 
     @property
     def end_ns(self) -> int:
-        return max((one.end_ns for one in (*self.spans, *self.lanes)), default=0)
+        return max([*(span.end_ns for span in self.spans), *(lane.end_ns for lane in self.lanes)], default=0)
 
     @property
     def engines(self) -> dict[int, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,7 +41,7 @@ def public_name(span: TracedSpan) -> str:
     return f"{name} {tag}" if tag else name
 
 
-def described(span: TracedSpan, link: dict[str, float] | None = None) -> str:
+def described(span: TracedSpan, link: Mapping[str, float] | None = None) -> str:
     """Return the words for a span, of a copy with its bytes and rate; ``link`` has the limits of a bench record."""
     facts = span.facts
     if "moves" in facts:
@@ -54,7 +54,7 @@ def described(span: TracedSpan, link: dict[str, float] | None = None) -> str:
     return public_name(span)
 
 
-def _moved(what: str, facts: dict[str, Any], link: dict[str, float] | None) -> str:
+def _moved(what: str, facts: dict[str, Any], link: Mapping[str, float] | None) -> str:
     nbytes, seconds = facts.get("most_bytes", 0), facts.get("seconds", 0.0)
     if not nbytes or not seconds:
         return what
