@@ -30,7 +30,7 @@ def info_of(params: list[SamplingParams], keys: list[int]) -> Any:
     """Return what a scheduler makes of requests, as ``SamplingParams.__init__`` and ``from_schedule_batch`` do."""
     rows = [request_params(one, [], key) for one, key in zip(params, keys, strict=True)]
     for row in rows:
-        if row["temperature"] < 1e-6:
+        if row["temperature"] == 0:
             row["temperature"], row["top_k"] = 1.0, 1
         row["top_k"] = ALL if row["top_k"] == -1 else row["top_k"]
     return SimpleNamespace(
@@ -58,8 +58,8 @@ def test_it_samples_as_rlcores_own_sampler_does(params: list[SamplingParams]) ->
     token_B, logprob_BV = sample(given, info_of(params, keys), torch.full((len(params),), at))
     assert torch.equal(token_B, expected)
     assert torch.equal(given, before), "SGLang's own buffer"
-    # The temperature is 1 + 2**-23 where top-k 1 would be taken for greedy; one token has probability 1 all the same.
-    torch.testing.assert_close(logprob_BV.gather(1, token_B[:, None]).squeeze(1), logprob_B, rtol=0, atol=2e-6)
+    # Bit by bit, although the temperature is 1 + 2**-23 where top-k 1 would be taken for greedy: one token is all there.
+    assert torch.equal(logprob_BV.gather(1, token_B[:, None]).squeeze(1), logprob_B)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
