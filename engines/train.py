@@ -34,6 +34,8 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
+from rlcore.routing.replay import check_routes
+from rlcore.routing.routers import ROUTES, routers_of
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
 from rlcore.weights.view import Adapters
@@ -269,6 +271,7 @@ class TrainEngine(CheckpointedEngine):
         )
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
         check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
+        check_routes(self._module, packed)
         return packed | {WEIGHT: weight_T}
 
     @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
@@ -297,6 +300,7 @@ class TrainEngine(CheckpointedEngine):
         )
         scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
+        check_routes(self._module, packed)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
         return logprob_T if "cu_seqlens" in batch else padded(logprob_T, batch)
 
@@ -401,7 +405,7 @@ class TrainEngine(CheckpointedEngine):
         self._residency.set("weights", State.LOADED)
 
 
-_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
+_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask", ROUTES)
 
 
 def _check_module(module: TrainModule) -> None:

@@ -58,6 +58,7 @@ BASE = {
     "process",
     "registry",
     "rms_norm",
+    "routing",
     "settings",
     "tensor_data",
     "tensor_tree",

@@ -226,6 +226,7 @@ class Replica:
             sample.logprobs,
             is_stopped=sampled.finish_reason == "stop",
             spans=tuple(sample.spans),
+            routed_experts=versions.routed_experts(sampled),
         )
         if (done := job.output) is not None:
             self._done[job.number] = done
