@@ -17,6 +17,7 @@ from rlcore.engines.batch import check_values, loss_mask_of, padded, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.mismatch_cause import mismatch_warning
 from rlcore.engines.need_parallel import (
     Gather,
     check_gather,
@@ -76,6 +77,7 @@ class TrainEngine(CheckpointedEngine):
         self._module = module
         self._weight_sync = WeightSync()
         self._sequence_parallel_size = 1
+        self._has_warned_of_mismatch = False
         super().__init__(executor)
 
     def build(
@@ -206,6 +208,10 @@ class TrainEngine(CheckpointedEngine):
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
+            Of a batch with the sampler's log-probs (``rollout_logprobs``, or else ``old_logprobs``) also
+            ``mismatch/mean``, ``/p99``, ``/bias`` and ``/effective_sample_size``: how far the trainer's are from them.
+            Of a batch with ``routed_experts``, which the model's routers take instead of their own,
+            ``expert_load/max_over_mean`` and ``/entropy``.
 
         Raises:
             InvalidInputError: token ids outside the vocabulary, a NaN on a token that is trained on, or a
@@ -229,6 +235,9 @@ class TrainEngine(CheckpointedEngine):
             )
         self._num_changes += 1
         metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, options, loss_fn)
+        if not self._has_warned_of_mismatch and (warning := mismatch_warning(metrics, packed, self._module)):
+            self._has_warned_of_mismatch = True  # it would be the same at each step
+            _log.warning("%s", warning)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
