@@ -37,6 +37,7 @@ LINKED = (*FOLDERS, "examples")
 """Folders of the root that rlcore/ has links to. The examples are programs and no part of the layers."""
 BASE = {
     "_torch_private",
+    "activations",
     "arguments",
     "atomic",
     "compute_dtype",

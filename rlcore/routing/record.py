@@ -5,13 +5,16 @@ Letters: R rows, K experts a row.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlcore.errors import UnsupportedError
 from rlcore.routing.routers import Router, routers_of, selecting
+
+T = TypeVar("T")
 
 
 class RouteRecorder:
@@ -35,6 +38,10 @@ class RouteRecorder:
 
     def run(self, **inputs: Any) -> tuple[Any, Tensor]:
         """Return the model's output, and the experts [R, layers, K] int16 of its rows."""
+        return self.during(lambda: self._module(**inputs))
+
+    def during(self, compute: Callable[[], T]) -> tuple[T, Tensor]:
+        """Return ``compute()``, which runs the model once, and the experts [R, layers, K] int16 of its rows."""
         found: dict[int, Tensor] = {}
 
         def keep(router: Router, selected_RK: Tensor) -> Tensor:
@@ -42,7 +49,7 @@ class RouteRecorder:
             return selected_RK
 
         with selecting(self._routers, keep):
-            output = self._module(**inputs)
+            output = compute()
         some = next(iter(found.values()))
         routes = torch.zeros(len(some), *self.shape, dtype=torch.int16, device=some.device)
         for layer, selected_RK in found.items():

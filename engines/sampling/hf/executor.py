@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from rlcore.activations import recording
 from rlcore.arguments import COUNT
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.launchers.worker import WorkerContext
@@ -167,6 +169,12 @@ class HfExecutor(InferenceExecutor):
             replace(output, prompt=prompt if isinstance(prompt, str) else None)
             for output, prompt in zip(outputs, prompts, strict=True)
         ]
+
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        tokens = torch.tensor([list(token_ids)], device=self.device.torch_device)
+        with torch.inference_mode(), recording(self.module) as found:
+            self.module(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return found
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int

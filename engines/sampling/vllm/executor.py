@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
 import msgspec
+from torch import Tensor
 
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.worker import MemoryReport
@@ -29,6 +30,7 @@ from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
+from rlcore.tensor_tree import tensor_from_bytes
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 from rlcore.weights.names import mismatch
 from rlcore.weights.source import in_files
@@ -105,6 +107,19 @@ class VllmExecutor(InferenceExecutor):
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> list[RequestOutput]:
         return self._replica.run(prompts, params, version, self.emit)
+
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        self._replica.forget_cached()  # else only the last token would run
+        self._call(TensorParallelShard.watch_activations)
+        try:
+            self._replica.run([list(token_ids)], [SamplingParams(max_tokens=1)], self._replica.version, lambda _: None)
+        finally:
+            found = self._call(TensorParallelShard.watched_activations)[0]
+        if not found:
+            raise UnsupportedError(
+                "activations() of a compiled vLLM", "its parts are not called one by one; build with enforce_eager=True"
+            )
+        return {name: tensor_from_bytes(value) for name, value in found.items()}
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int

@@ -74,6 +74,11 @@ class Replica:
             yield
             self._changed.notify_all()
 
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self._version
+
     # -------------------------------------------------------------------------------------------- requests
 
     def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rlcore.activations import recording
 from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.host_arena import reserve_host_memory
 from rlcore.engines.residency import Move
@@ -21,6 +23,7 @@ from rlcore.engines.sampling.vllm.target import VllmTarget
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import DeviceError, UnsupportedError
 from rlcore.registry import get_device
+from rlcore.tensor_tree import tensor_to_bytes
 from rlcore.types import OffloadReport
 from rlcore.weights.source import in_files
 
@@ -93,6 +96,19 @@ class TensorParallelShard:
         """Yield tensors in the memory of the weights that no sync brings again."""
         yield from self.model.buffers()
         yield from (tensor for _, tensor in self._target.strays())
+
+    # ----------------------------------------------------------------------------------------- activations
+
+    def watch_activations(self) -> None:
+        """Keep what each part of the model computes at its last call, until ``watched_activations``."""
+        self._watching = contextlib.ExitStack()
+        self._activations = self._watching.enter_context(recording(self.model))
+
+    def watched_activations(self) -> dict[str, bytes]:
+        """Return the tensors as bytes, and watch no longer."""
+        self._watching.close()
+        found, self._activations = self._activations, {}
+        return {name: tensor_to_bytes(value) for name, value in found.items()}
 
     # --------------------------------------------------------------------------------------------- weights
 
