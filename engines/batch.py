@@ -3,8 +3,9 @@
     padded   input_ids [N, L] with attention_mask [N, L]
     packed   input_ids [T] with cu_seqlens [N+1]
 
-``routed_experts``, of a mixture of experts, has [N, L, layers, experts a token] or [T, layers, experts a token]. Every other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and
-advantages belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
+``routed_experts``, of a mixture of experts, has [N, L, layers, experts a token] or [T, layers, experts a token]. Every
+other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and advantages
+belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences.
 """

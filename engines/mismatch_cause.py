@@ -1,4 +1,4 @@
-"""What to tell of a step whose tokens have other log-probabilities in the trainer than they had in the sampler."""
+"""The warning about a step whose tokens have other log-probabilities in the trainer than they had in the sampler."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.routing.replay import check_routes
-from rlcore.routing.routers import ROUTES, routers_of
+from rlcore.routing.routers import ROUTES
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
 from rlcore.weights.view import Adapters

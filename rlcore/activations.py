@@ -1,4 +1,4 @@
-"""What the parts of a decoder compute, by names that transformers and vLLM have in common.
+"""The results of the parts of a decoder, by names that transformers and vLLM have in common.
 
 Letters: T tokens, H width.
 """
@@ -100,5 +100,3 @@ def last_logits(hidden_TH: Tensor, head: Any) -> Tensor:
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return logits * head.logit_scale
-
-

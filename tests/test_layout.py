@@ -89,7 +89,8 @@ ROOMS = {
         ("checkpoints", "weight_sync"),
         ("executors",),
         EXECUTORS,
-        ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
+        ("engine", "runtime", "placement", "checkpointing", "swapping", "mismatch_cause", "train", "inference",
+            "plugin"),
     ),
     "kernels": (
         ("_torch_private", "dispatch", "operands", "row_stats", "softmax_rows", "chunks", "cu_seqlens", "packing",
@@ -110,7 +111,7 @@ ROOMS = {
         ("cli.console", "cli.inventory"),
         ("conformance", "doctor", "integrations", "rollout"),
         ("configuration_file", "chaos", "quickstart"),
-        ("compat", "training"),
+        ("compat", "parity", "training"),
         ("cli", "__main__"),
     ),
 }  # fmt: skip

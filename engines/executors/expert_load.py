@@ -11,7 +11,7 @@ from torch import Tensor
 from rlcore.routing.routers import NO_ROUTE, Router
 
 EXPERT_LOAD = "expert_load/"
-"""What the names of these metrics begin with."""
+"""The names of these metrics begin with it."""
 
 
 class ExpertLoad:

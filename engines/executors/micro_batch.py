@@ -96,7 +96,11 @@ def _empty(batch: RankBatch, device: torch.device) -> MicroBatch:
     It has two tokens for each rank: the compiler takes a size of one for a constant, and would compile again.
     """
     length = 2 * batch.num_parts
-    zeros = {name: value_T.new_zeros(length, *value_T.shape[1:]) for name, value_T in batch.packed.items() if name != "cu_seqlens"}
+    zeros = {
+        name: value_T.new_zeros(length, *value_T.shape[1:])
+        for name, value_T in batch.packed.items()
+        if name != "cu_seqlens"
+    }
     alone = zeros | {"cu_seqlens": torch.tensor([0, length])}
     unscored_T = torch.zeros(length, dtype=torch.bool)
     return _select(

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probabilities are from the sampler's, over all tokens of a step, while the loss is computed.
+"""How far the trainer's log-probabilities are from the sampler's, over all tokens of a step, while the loss runs.
 
 Quantiles come of counts in bins that are 2 % wide, so that micro-batches and ranks add up, and nothing waits for the
 device.
@@ -18,7 +18,7 @@ from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, as_lev
 SAMPLER_ENTRIES = ("rollout_logprobs", "old_logprobs")
 """The entries of a batch that have the sampler's log-probabilities; the first one that is there has."""
 MISMATCH = "mismatch/"
-"""What the names of these metrics begin with."""
+"""The names of these metrics begin with it."""
 _BINS_A_DOUBLING, _FROM, _TO = 32, -40, 8
 _NUM_BINS = (_TO - _FROM) * _BINS_A_DOUBLING
 _LARGEST_LOG_RATIO = 20.0

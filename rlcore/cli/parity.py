@@ -22,7 +22,8 @@ def parity(
         Path, typer.Argument(parser=given_path, metavar="FOLDER", help="A Hugging Face causal language model.")
     ],
     train: Annotated[
-        str | None, typer.Option(help='Device of the trainer, and of the sampler; else the default one.', metavar="DEVICE")
+        str | None,
+        typer.Option(help="Device of the trainer, and of the sampler; else the default one.", metavar="DEVICE"),
     ] = None,
     infer: Annotated[str, typer.Option(help="What samples: hf, or vllm.")] = "hf",
     dtype: Annotated[str, typer.Option(help="Of both: bfloat16 or float32.")] = "bfloat16",
@@ -93,7 +94,9 @@ def _say(line: str) -> None:
 def _print(report: ParityReport) -> None:
     found = report.agreement
     options = "".join(f", {name}={value}" for name, value in report.infer_options.items())
-    print(printable(f"{report.model}, {report.dtype} on {report.device}: the trainer against {report.sampler}{options}"))
+    print(
+        printable(f"{report.model}, {report.dtype} on {report.device}: the trainer against {report.sampler}{options}")
+    )
     header = ["log-probs", "tokens", "mean |d|", "p99 |d|", "max |d|", "mean d", "ratio mean", "ratio p99", "ratio max"]
     rows = [["with routing replay" if report.without_replay else "all", found]]
     rows += [["without", report.without_replay]] if report.without_replay else []
@@ -105,7 +108,9 @@ def _print(report: ParityReport) -> None:
         [[f"{one.start}-{one.stop - 1}", _number(one.mean), _number(one.p99)] for one in report.positions],
     )
     if report.layers:
-        print_table(["part", "kind", "relative difference"], [[p.name, p.kind, _number(p.relative)] for p in report.layers])
+        print_table(
+            ["part", "kind", "relative difference"], [[p.name, p.kind, _number(p.relative)] for p in report.layers]
+        )
         first, largest = report.first, report.largest
         print(f"first difference: {f'{first.name} ({first.kind})' if first else 'none'}")
         print(f"largest growth: {f'{largest.name} ({largest.kind})' if largest else 'none'}")

@@ -40,5 +40,8 @@ def first_difference(parts: Sequence[PartDifference]) -> PartDifference | None:
 
 def largest_growth(parts: Sequence[PartDifference]) -> PartDifference | None:
     """Return the part at which the difference grows most over that of the part before."""
-    grown = [(part.relative - before, part) for before, part in zip((0.0, *(p.relative for p in parts)), parts)]
-    return max(grown, key=lambda one: one[0])[1] if grown and max(one for one, _ in grown) > 0 else None
+    befores = [0.0, *(part.relative for part in parts[:-1])]
+    grown = [
+        (part.relative - before, part) for before, part in zip(befores, parts, strict=False) if part.relative > before
+    ]
+    return max(grown, key=lambda one: one[0])[1] if grown else None

@@ -25,7 +25,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.meta import meta_device
 from rlcore.parity.layers import PartDifference, compare, first_difference, largest_growth
 from rlcore.parity.policy import probed_class
-from rlcore.parity.statistics import Agreement, PositionDifference, by_position
+from rlcore.parity.statistics import LogProbAgreement, PositionDifference, by_position
 from rlcore.routing.routers import ROUTES, routers_of
 
 _PROMPT_TOKENS, _SAMPLES = 16, 4
@@ -35,14 +35,14 @@ _MOST_PROBED = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityOptions:
-    """What is measured."""
+    """The options of ``measure``."""
 
     train: str | None = None
     """The device of both engines; None takes the default one."""
     infer: str = "hf"
     """The inference executor."""
     dtype: str = "bfloat16"
-    """Of the trainer, and of the sampler unless its options have another."""
+    """The dtype of the trainer, and of the sampler unless its options have another."""
     sequences: int = 64
     tokens: int = 64
     """Tokens that are sampled in each sequence."""
@@ -59,19 +59,19 @@ class ParityOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport:
-    """What was found."""
+    """The result of ``measure``."""
 
     model: str
     device: str
     sampler: str
     dtype: str
     infer_options: dict[str, Any]
-    agreement: Agreement
+    agreement: LogProbAgreement
     """As in a run: of a mixture of experts with routing replay."""
-    without_replay: Agreement | None
-    """Of a mixture of experts whose trainer selects experts by itself; None of a dense model."""
+    without_replay: LogProbAgreement | None
+    """The agreement without replay: the trainer selects experts by itself. None for a dense model."""
     routes_apart: float | None
-    """The share of (token, layer) for which trainer and sampler select different experts; None of a dense model."""
+    """The share of (token, layer) for which trainer and sampler select different experts; None for a dense model."""
     positions: list[PositionDifference]
     layers: list[PartDifference]
     first: PartDifference | None
@@ -115,7 +115,7 @@ def measure(
         batch = collate(outputs)
         apart = _apart(train, batch, options)
         plain = {name: entry for name, entry in batch.items() if name != ROUTES}
-        without = Agreement.of(_apart(train, plain, options).flatten()) if has_experts else None
+        without = LogProbAgreement.of(_apart(train, plain, options).flatten()) if has_experts else None
         routes_apart = _routes_apart(train, outputs) if has_experts else None
         ours = train.call("part_results", sequence, gather="first") if options.layers else {}
     parts = compare(ours, theirs)
@@ -125,7 +125,7 @@ def measure(
         sampler=options.infer,
         dtype=options.dtype,
         infer_options=dict(options.infer_options),
-        agreement=Agreement.of(apart.flatten()),
+        agreement=LogProbAgreement.of(apart.flatten()),
         without_replay=without,
         routes_apart=routes_apart,
         positions=by_position(apart),
@@ -145,9 +145,7 @@ def _build(folder: Path, options: ParityOptions, **more: Any) -> InferenceEngine
     return engine.build(**{"devices": options.train, "dtype": options.dtype, **options.infer_options, **more})
 
 
-def _sampled(
-    folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool
-) -> list[RequestOutput]:
+def _sampled(folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool) -> list[RequestOutput]:
     more = {"enable_return_routed_experts": True} if has_experts else {}
     each = -(-options.sequences // len(prompts))
     params = {"n": each, "max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}

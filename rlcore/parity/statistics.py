@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,18 +13,18 @@ _LARGEST_LOG_RATIO = 500.0
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class LogProbAgreement:
     """How far apart the two are, over all sampled tokens. A difference is the trainer's less the sampler's."""
 
     tokens: int
     mean: float
-    """Of absolute differences, as the next two."""
+    """The mean of absolute differences; the next two are theirs, too."""
     p99: float
     max: float
     bias: float
     """The mean of the differences themselves."""
     ratio_mean: float
-    """Of importance ratios, exp(difference), as the next two."""
+    """The mean of importance ratios, exp(difference); the next two are theirs, too."""
     ratio_p99: float
     ratio_max: float
     effective_sample_size: float
@@ -35,7 +36,7 @@ class Agreement:
         return 1 - self.effective_sample_size
 
     @classmethod
-    def of(cls, apart_T: Tensor) -> Agreement:
+    def of(cls, apart_T: Tensor) -> LogProbAgreement:
         """Return that of the differences of at least one token."""
         apart, size = apart_T.double(), apart_T.double().abs()
         ratio = apart.clamp(max=_LARGEST_LOG_RATIO).exp()
@@ -64,9 +65,10 @@ class PositionDifference:
 
 def by_position(apart_NS: Tensor, count: int = 8) -> list[PositionDifference]:
     """Return ``count`` parts of the completions [N, S], of which all have S tokens."""
-    edges = torch.linspace(0, apart_NS.shape[1], min(count, apart_NS.shape[1]) + 1).round().long().tolist()
-    sizes = ((start, stop, apart_NS[:, start:stop].double().abs()) for start, stop in zip(edges, edges[1:], strict=False))
-    return [PositionDifference(start, stop, float(x.mean()), _quantile(x.flatten(), 0.99)) for start, stop, x in sizes]
+    size_NS, longest = apart_NS.double().abs(), apart_NS.shape[1]
+    edges = torch.linspace(0, longest, min(count, longest) + 1).round().long().tolist()
+    parts = [(start, stop, size_NS[:, start:stop].flatten()) for start, stop in pairwise(edges)]
+    return [PositionDifference(start, stop, float(part.mean()), _quantile(part, 0.99)) for start, stop, part in parts]
 
 
 def _quantile(values: Tensor, share: float) -> float:

@@ -96,7 +96,7 @@ def _check_layer(route_TK: Tensor, router: Router) -> None:
         )
     if router.top_k > 1 and bool(((route_TK[:, 0] == route_TK[:, 1]) & (route_TK[:, 0] != NO_ROUTE)).any()):
         raise InvalidInputError(
-            f"{ROUTES} of layer {router.layer} names one expert twice for a token: the sampler did not record this layer"
+            f"{ROUTES} of layer {router.layer} names one expert twice for a token: no sampler recorded this layer"
         )
 
 

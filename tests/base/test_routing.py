@@ -150,7 +150,9 @@ def test_packed_and_padded_rows_have_their_own_routes(qwen: Any, implementation:
     alone = []
     with torch.no_grad():
         for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            with selecting(routers_of(qwen), lambda router, own, at=slice(start, stop): routes[at, router.layer].long()):
+            with selecting(
+                routers_of(qwen), lambda router, own, at=slice(start, stop): routes[at, router.layer].long()
+            ):
                 alone.append(qwen.model(input_ids=tokens[None, start:stop]).last_hidden_state[0])
         with replaying(qwen, routes, cu_seqlens):
             together = packed_hidden_states(qwen.model, tokens, cu_seqlens, implementation=implementation)

@@ -163,7 +163,7 @@ def step_alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, 
     (-joined.mean()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
+            parameter.sub_(0.1 * parameter.grad)
     return joined.detach(), {name: one.detach() for name, one in model.named_parameters()}
 
 
@@ -173,7 +173,11 @@ def minus_logprob(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tu
 
 @pytest.mark.parametrize(
     ("options", "is_packed"),
-    [({}, True), ({"activation_checkpointing": True}, False), ({"activation_checkpointing": "selective"}, True)],
+    [
+        ({}, True),
+        ({"activation_checkpointing": True}, False),
+        pytest.param({"activation_checkpointing": "selective"}, True, marks=pytest.mark.slow),
+    ],
     ids=["packed", "padded, recomputed", "packed, selective"],
 )
 def test_a_step_takes_the_experts_of_the_batch_and_the_routers_weights(
@@ -286,17 +290,18 @@ def test_a_watched_loss_is_the_same_loss() -> None:
     assert float(mismatch.joined()[f"{MISMATCH}bias"]) == 1.0, "against what was sampled"
 
 
-CAUSES = {
-    "top_p or top_k": lambda batch: batch | {"old_logprobs": batch["old_logprobs"] + 0.05 * batch["noise"].abs()},
-    "versions 3 to 4 of the weights": lambda batch: noisy(batch)
-    | {"versions": torch.where(batch["loss_mask"], 3 + (batch["input_ids"] % 2), -1)},
-    "enable_return_routed_experts=True": lambda batch: {k: v for k, v in noisy(batch).items() if k != ROUTES},
-    "fewer bits": lambda batch: noisy(batch),
-}
-
-
 def noisy(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch | {"old_logprobs": batch["old_logprobs"] + batch["noise"]}
+
+
+CAUSES = {
+    "top_p or top_k": lambda batch: batch | {"old_logprobs": batch["old_logprobs"] + 0.05 * batch["noise"].abs()},
+    "versions 3 to 4 of the weights": lambda batch: (
+        noisy(batch) | {"versions": torch.where(batch["loss_mask"], 3 + (batch["input_ids"] % 2), -1)}
+    ),
+    "enable_return_routed_experts=True": lambda batch: {k: v for k, v in noisy(batch).items() if k != ROUTES},
+    "fewer bits": noisy,
+}
 
 
 @pytest.mark.parametrize("cause", CAUSES)

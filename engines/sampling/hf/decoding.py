@@ -228,9 +228,7 @@ class BatchDecoder:
             self._step_routes.append(of_samples.index_copy_(0, rows.sample_B, routes[:, 0]))
         return logits_BV
 
-    def _forward(
-        self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the logits [B, V] of the last column, and the experts [B, L, layers, experts] if they are recorded.
 
         The cache grows by the columns given.
