@@ -96,7 +96,8 @@ def _keep(found: dict[str, Tensor], part: str, module: nn.Module, args: Any, out
 
 def last_logits(hidden_TH: Tensor, head: Any) -> Tensor:
     """Return the logits [1, V] of the last token, in the dtype of the weights."""
-    logits = torch.nn.functional.linear(hidden_TH[-1:].to(head.weight.dtype), head.weight, head.bias)
+    logits: Tensor = torch.nn.functional.linear(hidden_TH[-1:].to(head.weight.dtype), head.weight, head.bias)
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return logits * head.logit_scale
+    scaled: Tensor = logits * head.logit_scale
+    return scaled

@@ -15,6 +15,7 @@ from rlcore.torch_import import import_torch
 
 if TYPE_CHECKING:
     from rlcore.parity.measure import ParityReport
+    from rlcore.parity.statistics import LogProbAgreement
 
 
 def parity(
@@ -98,9 +99,9 @@ def _print(report: ParityReport) -> None:
         printable(f"{report.model}, {report.dtype} on {report.device}: the trainer against {report.sampler}{options}")
     )
     header = ["log-probs", "tokens", "mean |d|", "p99 |d|", "max |d|", "mean d", "ratio mean", "ratio p99", "ratio max"]
-    rows = [["with routing replay" if report.without_replay else "all", found]]
-    rows += [["without", report.without_replay]] if report.without_replay else []
-    print_table([*header, "samples lost"], [_row(name, one) for name, one in rows])
+    rows = [_row("with routing replay" if report.without_replay else "all", found)]
+    rows += [_row("without", report.without_replay)] if report.without_replay else []
+    print_table([*header, "samples lost"], rows)
     if report.routes_apart is not None:
         print(f"routers select other experts than the sampler's for {report.routes_apart:.2%} of (token, layer)")
     print_table(
@@ -112,11 +113,12 @@ def _print(report: ParityReport) -> None:
             ["part", "kind", "relative difference"], [[p.name, p.kind, _number(p.relative)] for p in report.layers]
         )
         first, largest = report.first, report.largest
-        print(f"first difference: {f'{first.name} ({first.kind})' if first else 'none'}")
+        nowhere = "none; they part where the sampler decodes token by token" if found.mean else "none"
+        print(f"first difference: {f'{first.name} ({first.kind})' if first else nowhere}")
         print(f"largest growth: {f'{largest.name} ({largest.kind})' if largest else 'none'}")
 
 
-def _row(name: str, found: Any) -> list[str]:
+def _row(name: str, found: LogProbAgreement) -> list[str]:
     values = found.mean, found.p99, found.max, found.bias, found.ratio_mean, found.ratio_p99, found.ratio_max
     return [name, f"{found.tokens:,}", *map(_number, values), f"{found.lost:.2%}"]
 

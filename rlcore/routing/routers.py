@@ -92,7 +92,8 @@ def _selecting(router: Router, forward: Callable[..., Any], select: Select) -> C
             )
         return found
 
-    return selecting_forward
+    wrapped: Callable[..., Any] = selecting_forward
+    return wrapped
 
 
 class _Selection(TorchFunctionMode):

@@ -246,7 +246,7 @@ class BatchDecoder:
             output = self._module(**inputs)
         else:
             output, route_R = self._recorder.run(**inputs)
-            routes = route_R.unflatten(0, token_BL.shape)
+            routes = route_R.view(*token_BL.shape, *route_R.shape[1:])
         self._cache = output.past_key_values
         return output.logits[:, -1], routes
 
