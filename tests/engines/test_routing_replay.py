@@ -20,7 +20,7 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.losses.interface import sequence_level
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.routing.routers import NO_ROUTE, ROUTES, routers_of, selecting
-from tests.accuracy import assert_as_accurate, assert_parts_as_accurate, assert_within_rounding
+from tests.accuracy import assert_as_accurate, assert_parts_as_accurate, assert_within_rounding, rounding
 
 NUM_EXPERTS = 6
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -259,12 +259,13 @@ def test_mismatch_is_that_of_all_tokens_however_they_come(scale: float) -> None:
     exact = apart.double()
     ratio = exact.clamp(max=20).exp()
     size = float(exact.abs().mean())
-    assert_within_rounding(found["mean"], size, terms=5000, dtype=torch.float32)
-    assert_within_rounding(found["bias"], float(exact.mean()), magnitude=size, terms=5000, dtype=torch.float32)
+    assert_within_rounding(found["mean"], size, terms=len(apart), dtype=torch.float32)
+    assert_within_rounding(found["bias"], float(exact.mean()), magnitude=size, terms=len(apart), dtype=torch.float32)
     share = float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum()))
-    assert_within_rounding(found["effective_sample_size"], share, terms=3 * 5000, dtype=torch.float32)
+    assert_within_rounding(found["effective_sample_size"], share, terms=3 * len(apart), dtype=torch.float32)
     p99 = float(exact.abs().quantile(0.99, interpolation="lower"))
-    assert p99 <= found["p99"] <= p99 * 2 ** (1 / 32) * (1 + 1e-5), "the upper edge of its bin"
+    rounded = 1 + rounding(8)  # of a logarithm, its place among bins, and the power of two that is their edge
+    assert p99 <= found["p99"] * rounded <= p99 * 2 ** (1 / 32) * rounded**2, "the upper edge of its bin"
 
 
 def test_no_difference_and_no_token_are_no_mismatch() -> None:
