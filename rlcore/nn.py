@@ -258,6 +258,14 @@ class HuggingFaceTrainModule(TrainModule):
         return next(base for base in models if not issubclass(base, TrainModule))
 
     @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Answer for transformers' class: transformers looks at the source of a class's module, here the user's, and
+        would compute one expert after the other.
+        """
+        own = getattr(cls._transformers_class(), "_can_set_experts_implementation", None)
+        return own is not None and bool(own())
+
+    @classmethod
     def _take_over_conversions(cls) -> None:
         """Let transformers' loader convert what it converts for its own class; it finds conversions by a class's name.
 

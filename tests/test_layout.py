@@ -37,6 +37,7 @@ LINKED = (*FOLDERS, "examples")
 """Folders of the root that rlcore/ has links to. The examples are programs and no part of the layers."""
 BASE = {
     "_torch_private",
+    "activations",
     "arguments",
     "atomic",
     "compute_dtype",
@@ -59,6 +60,7 @@ BASE = {
     "process",
     "registry",
     "rms_norm",
+    "routing",
     "settings",
     "spans",
     "tensor_data",
@@ -90,7 +92,8 @@ ROOMS = {
         ("executors",),
         ("sampling.replica",),
         EXECUTORS,
-        ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
+        ("engine", "runtime", "placement", "checkpointing", "swapping", "mismatch_cause", "train", "inference",
+            "plugin"),
     ),
     "kernels": (
         ("_torch_private", "dispatch", "operands", "row_stats", "softmax_rows", "chunks", "cu_seqlens", "packing",
@@ -111,7 +114,7 @@ ROOMS = {
         ("cli.console", "cli.inventory"),
         ("conformance", "doctor", "integrations", "rollout", "trace"),
         ("configuration_file", "chaos", "quickstart"),
-        ("compat", "training"),
+        ("compat", "parity", "training"),
         ("cli", "__main__"),
     ),
 }  # fmt: skip

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol
 
+from torch import Tensor
+
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.executors.worker import MemoryReport
 from rlcore.engines.launchers.worker import WorkerContext
@@ -24,6 +26,7 @@ from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import RlcoreError, SyncError, UnsupportedError
+from rlcore.tensor_tree import tensor_from_bytes
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 from rlcore.weights.names import mismatch
 from rlcore.weights.source import in_files
@@ -35,6 +38,10 @@ _SYNC, _VALUES = "a weight sync", "weights without values"
 
 class Requests(Protocol):
     """The requests of a replica, which its engine runs. Its methods are thread-safe."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use."""
 
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
@@ -84,6 +91,8 @@ class ReplicaExecutor(InferenceExecutor):
     engine_name: ClassVar[str]
     """The name of the engine that it drives, as errors say it."""
     engine_version = ""
+    plain_build: ClassVar[str] = ""
+    """How to build it so that the parts of a model are called one by one."""
 
     _folder: ModelFolder
     _reader: PromptReader
@@ -130,6 +139,20 @@ class ReplicaExecutor(InferenceExecutor):
 
     def collect(self, timeout_s: float, *, version: int) -> dict[int, RequestOutput]:
         return self._replica.collect(timeout_s)
+
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        self._replica.forget_cached()  # else only the last token would run
+        self._call(ReplicaShard.watch_activations)
+        try:
+            self._replica.run([list(token_ids)], [SamplingParams(max_tokens=1)], self._replica.version, lambda _: None)
+        finally:
+            found = self._call(ReplicaShard.watched_activations)[0]
+        if not found:
+            raise UnsupportedError(
+                f"activations() of a compiled {self.engine_name}",
+                f"its parts are not called one by one; {self.plain_build}",
+            )
+        return {name: tensor_from_bytes(value) for name, value in found.items()}
 
     def progress(self) -> dict[int, int]:
         """Return the tokens that each request under way has so far, by its number."""

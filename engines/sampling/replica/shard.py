@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any
 
+from torch import nn
+
+from rlcore.activations import recording
 from rlcore.device import Device
 from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.host_arena import reserve_host_memory
@@ -14,6 +18,7 @@ from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.replica.reloads import differing_after_reload
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.target import Target
+from rlcore.tensor_tree import tensor_to_bytes
 from rlcore.types import OffloadReport
 from rlcore.weights.source import in_files
 
@@ -64,6 +69,22 @@ class ReplicaShard(ABC):
             "stats": dataclasses.asdict(memory.stats()),
             "info": dataclasses.asdict(memory.info()),
         }
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The live model."""
+
+    def watch_activations(self) -> None:
+        """Keep what each part of the model computes at its last call, until ``watched_activations``."""
+        self._watching = contextlib.ExitStack()
+        self._activations = self._watching.enter_context(recording(self.model))
+
+    def watched_activations(self) -> dict[str, bytes]:
+        """Return the tensors as bytes, and watch no longer."""
+        self._watching.close()
+        found, self._activations = self._activations, {}
+        return {name: tensor_to_bytes(value) for name, value in found.items()}
 
     def reload(self, path: str) -> None:
         """Load a model folder into the live model as its engine does, with the processing after loading."""

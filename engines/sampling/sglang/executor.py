@@ -31,6 +31,7 @@ class SglangExecutor(ReplicaExecutor):
     """Drives one replica with SGLang, whose schedulers are processes of their own on any number of devices."""
 
     engine_name: ClassVar[str] = "SGLang"
+    plain_build: ClassVar[str] = "build with disable_cuda_graph=True"
 
     _replica: SglangReplica
 

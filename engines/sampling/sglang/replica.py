@@ -69,6 +69,10 @@ class SglangReplica:
         self._num_ended = 0
         """The samples of the jobs of run() that have ended and are not told yet."""
 
+    @property
+    def version(self) -> int:
+        return self._version
+
     # ------------------------------------------------------------------------------------------- the shards
 
     def call_each(self, method: str, calls: Sequence[tuple[Any, ...]], purpose: str = "") -> list[Any]:
@@ -213,7 +217,13 @@ class SglangReplica:
             self._call(SglangShard.go_on)
 
     def forget_cached(self) -> None:
-        self._call(SglangShard.flush)
+        if self._held:  # a hold has taken the caches from running requests
+            self._call(SglangShard.flush)
+            return
+        with self._schedulers_waiting("forget_cached"):
+            self._call(SglangShard.pause, False)
+            self._call(SglangShard.flush)
+            self._call(SglangShard.go_on)
 
     # -------------------------------------------------------------------------------------- in SGLang's thread
 

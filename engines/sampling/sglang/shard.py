@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.sampling.replica.shard import ReplicaShard
@@ -24,14 +24,18 @@ class SglangShard(ReplicaShard):
         versions.forget_stop_tokens(scheduler)
         if device.spec.is_host:  # no graph is captured that would keep addresses
             self._offload_groups = {
-                "weights": OffloadGroup(device, runner.model.parameters),
+                "weights": OffloadGroup(device, self.model.parameters),
                 "kv_cache": OffloadGroup(device, self._kv_caches),
             }
         else:
             self._offload_groups = {
-                "weights": SavedGroup(device, "weights", runner.model.parameters, runner.model.buffers),
+                "weights": SavedGroup(device, "weights", self.model.parameters, self.model.buffers),
                 "kv_cache": SavedGroup(device, "kv_cache", self._kv_caches, tuple),
             }
+
+    @property
+    def model(self) -> nn.Module:
+        return versions.model_runner(self._scheduler).model
 
     def _kv_caches(self) -> list[Tensor]:
         return versions.kv_caches(self._scheduler)

@@ -33,6 +33,7 @@ class VllmExecutor(ReplicaExecutor):
     """Drives one replica with vLLM."""
 
     engine_name: ClassVar[str] = "vLLM"
+    plain_build: ClassVar[str] = "build with enforce_eager=True"
     joins_torchrun: ClassVar[bool] = True
 
     _replica: Replica

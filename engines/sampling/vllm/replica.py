@@ -74,6 +74,11 @@ class Replica:
             yield
             self._changed.notify_all()
 
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self._version
+
     # -------------------------------------------------------------------------------------------- requests
 
     def run(
@@ -226,6 +231,7 @@ class Replica:
             sample.logprobs,
             is_stopped=sampled.finish_reason == "stop",
             spans=tuple(sample.spans),
+            routed_experts=versions.routed_experts(sampled),
         )
         if (done := job.output) is not None:
             self._done[job.number] = done
