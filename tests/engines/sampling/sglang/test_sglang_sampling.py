@@ -58,7 +58,7 @@ def test_it_samples_as_rlcores_own_sampler_does(params: list[SamplingParams]) ->
     token_B, logprob_BV = sample(given, info_of(params, keys), torch.full((len(params),), at))
     assert torch.equal(token_B, expected)
     assert torch.equal(given, before), "SGLang's own buffer"
-    # Bit by bit, although the temperature is 1 + 2**-23 where top-k 1 would be taken for greedy: one token is all there.
+    # Bit by bit, though top-k 1 has temperature 1 + 2**-23, so that it is not taken for greedy: one token is all there.
     assert torch.equal(logprob_BV.gather(1, token_B[:, None]).squeeze(1), logprob_B)
 
 
