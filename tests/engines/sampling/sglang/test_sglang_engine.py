@@ -69,51 +69,55 @@ def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
         assert largest_gap(infer, second) < logprob_rounding(second, num_tokens=16)
 
 
-class TestTwoRanks:
-    @pytest.fixture(scope="class")
-    def folder(self, write_model: WriteModel) -> Path:
-        return write_model()
+@pytest.fixture(scope="module")
+def two_ranks_folder(write_model: WriteModel) -> Path:
+    return write_model()
 
-    @pytest.fixture(scope="class")
-    def infer(self, folder: Path, build_sglang: Callable[..., Any]) -> Iterator[rlcore.InferenceEngine]:
-        if DEVICE != "cpu:0" and torch.cuda.device_count() < 2:
-            pytest.skip("needs 2 CUDA devices")
-        devices = ["cpu:0", "cpu:1"] if DEVICE == "cpu:0" else ["cuda:0", "cuda:1"]
-        with build_sglang(folder, devices=devices, tensor_parallel_size=2) as engine:
-            yield engine
 
-    def test_they_sample_what_transformers_says(self, infer: Any, folder: Path) -> None:
-        assert largest_gap(infer, folder) < logprob_rounding(folder, num_tokens=16)
-        one, again = (infer.generate(PROMPTS, FREE)[0].outputs[0].token_ids for _ in range(2))
-        assert one == again
+@pytest.fixture(scope="module")
+def two_ranks(two_ranks_folder: Path, build_sglang: Callable[..., Any]) -> Iterator[rlcore.InferenceEngine]:
+    if DEVICE != "cpu:0" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    devices = ["cpu:0", "cpu:1"] if DEVICE == "cpu:0" else ["cuda:0", "cuda:1"]
+    with build_sglang(two_ranks_folder, devices=devices, tensor_parallel_size=2) as engine:
+        yield engine
 
-    @pytest.mark.parametrize("route", ["direct", "packed", "collective"])
-    def test_each_gets_its_shards(
-        self, infer: Any, route: str, write_model: WriteModel, build_train: Callable[..., Any]
-    ) -> None:
-        other = write_model(seed=len(route))
-        with build_train(other) as train:
-            report = train.sync_weights(infer, route=route, verify=True)
-        assert report.fallback_bytes == 0
-        assert largest_gap(infer, other) < logprob_rounding(other, num_tokens=16)
 
-    def test_nothing_listens_beyond_this_host(self, infer: Any) -> None:
-        told = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
-        listening = [line.split()[3] for line in told.splitlines() if "sglang::" in line]
-        assert [address for address in listening if not address.startswith(("127.0.0.1:", "[::1]:"))] == []
+def test_they_sample_what_transformers_says(two_ranks: Any, two_ranks_folder: Path) -> None:
+    assert largest_gap(two_ranks, two_ranks_folder) < logprob_rounding(two_ranks_folder, num_tokens=16)
+    one, again = (two_ranks.generate(PROMPTS, FREE)[0].outputs[0].token_ids for _ in range(2))
+    assert one == again
 
-    def test_a_killed_scheduler_is_named_at_once_and_takes_nothing_with_it(self, infer: Any) -> None:
-        belongings = Belongings(infer)
-        infer.submit(PROMPTS, {"max_tokens": 200, "ignore_eos": True})
-        _, second = sorted(schedulers())
-        os.kill(second, signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(WorkerDiedError, match=rf"lost SGLang's scheduler \(process {second}, .*killed by SIGKILL"):
-            while True:
-                infer.collect(timeout_s=60)
-        assert time.monotonic() - began < NOTICED_S
-        belongings.wait_until_gone()
-        assert not schedulers()
+
+@pytest.mark.parametrize("route", ["direct", "packed", "collective"])
+def test_each_gets_its_shards(
+    two_ranks: Any, route: str, write_model: WriteModel, build_train: Callable[..., Any]
+) -> None:
+    other = write_model(seed=len(route))
+    with build_train(other) as train:
+        report = train.sync_weights(two_ranks, route=route, verify=True)
+    assert report.fallback_bytes == 0
+    assert largest_gap(two_ranks, other) < logprob_rounding(other, num_tokens=16)
+
+
+def test_nothing_listens_beyond_this_host(two_ranks: Any) -> None:
+    told = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+    listening = [line.split()[3] for line in told.splitlines() if "sglang::" in line]
+    assert [address for address in listening if not address.startswith(("127.0.0.1:", "[::1]:"))] == []
+
+
+def test_a_killed_scheduler_is_named_at_once_and_takes_nothing_with_it(two_ranks: Any) -> None:
+    belongings = Belongings(two_ranks)
+    two_ranks.submit(PROMPTS, {"max_tokens": 200, "ignore_eos": True})
+    _, second = sorted(schedulers())
+    os.kill(second, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"lost SGLang's scheduler \(process {second}, .*killed by SIGKILL"):
+        while True:
+            two_ranks.collect(timeout_s=60)
+    assert time.monotonic() - began < NOTICED_S
+    belongings.wait_until_gone()
+    assert not schedulers()
 
 
 def test_a_killed_worker_leaves_no_scheduler(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
