@@ -32,7 +32,7 @@ class WorkerProcesses:
         count: how many processes the engine starts; with 0 nothing is watched.
         name: says which of them one is, such as "vLLM's VllmWorker-1 (process 12, cpu:1)".
         reports_errors: one that ends with exit code 0 has told the engine why.
-        lost: called when one has ended, in the thread that watches.
+        lost: called when one has ended, and then all, in the thread that watches.
     """
 
     def __init__(
@@ -110,6 +110,8 @@ class WorkerProcesses:
         self._lost = f"{self._name(first)}, which {how}"
         for process in processes:  # the engine would wait for them, and they for the lost process
             process.kill()
+        for process in processes:
+            connection.wait([process.sentinel], _REAPED_S)
         self._on_loss()
 
 

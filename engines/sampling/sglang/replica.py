@@ -239,6 +239,7 @@ class SglangReplica:
             with self._changed:
                 if self._samples.get(name) is sample and not self._processes.is_over:
                     self._failure = error
+                    self._drop({sample.job.number})
         finally:
             with self._changed:
                 self._changed.notify_all()

@@ -7,6 +7,7 @@ connection. So no step is made meanwhile. The calls and answers are plain data.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from typing import Any
@@ -24,6 +25,7 @@ from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 FOLDER = "_RLCORE_SGLANG_FOLDER"
 """The environment variable with the folder of the executor's socket."""
 SOCKET = "calls"
+_PR_SET_PDEATHSIG = 1  # prctl(2); SGLang asks to be killed as soon as its parent has ended
 _PATIENCE_S = 365 * 86400.0
 """Not a deadline: the executor's end closes when it has no more calls, and with its process."""
 
@@ -55,4 +57,6 @@ def _shard_of(scheduler: Any) -> SglangShard:
     found: SglangShard | None = getattr(scheduler, "_rlcore_shard", None)
     if found is None:
         found = scheduler._rlcore_shard = SglangShard(scheduler)
+        # The guard of the executor's process ends this one too, and sees before what it shares by name.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     return found

@@ -128,8 +128,8 @@ def test_a_killed_worker_leaves_no_scheduler(write_model: WriteModel, build_sgla
 
 
 def test_a_value_that_sglang_refuses_is_told(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"SGLang refuses these arguments of build\(\): .*max_total"):
-        build_sglang(write_model(), max_total_tokens="many")
+    with pytest.raises(InvalidInputError, match=r"SGLang refuses these arguments of build\(\): .*no_such_format"):
+        build_sglang(write_model(), load_format="no_such_format")
 
 
 def test_a_prompt_that_is_too_long_is_refused(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:

@@ -182,6 +182,7 @@ def test_what_must_not_be_taken_for_an_output_is_an_error(made: Made, reason: st
     made.sglang.end("0-0.", reason, logprob)
     with pytest.raises(RlcoreError, match=told):
         made.replica.collect(5.0)
+    assert made.replica.collect(60.0) == {}, "nothing more comes of it"
 
 
 def test_a_lost_process_ends_the_wait(made: Made) -> None:

@@ -60,9 +60,7 @@ def saver(monkeypatch: pytest.MonkeyPatch, weights: list[Tensor], table: Tensor)
     made.gives = True
 
 
-def test_weights_leave_as_one_and_come_back_where_they_were(
-    saver: Saver, weights: list[Tensor], table: Tensor
-) -> None:
+def test_weights_leave_as_one_and_come_back_where_they_were(saver: Saver, weights: list[Tensor], table: Tensor) -> None:
     group = SavedGroup(get_device("cpu"), "weights", lambda: weights, lambda: [table])
     before = [tensor.clone() for tensor in (*weights, table)]
     for _ in range(2):
