@@ -63,7 +63,7 @@ class SglangReplica:
         self._lengths: dict[str, int] = {}
         """The tokens of each sample that was under way when the schedulers were paused last."""
         self._held: set[str] = set()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._changed = threading.Condition()
         """Guards whatever the engine's thread changes too."""
         self._num_ended = 0
@@ -235,7 +235,7 @@ class SglangReplica:
             with self._changed:
                 if self._samples.get(name) is sample:
                     self._take(name, sample, output)
-        except BaseException as error:  # the next call raises it
+        except Exception as error:  # the next call raises it
             with self._changed:
                 if self._samples.get(name) is sample and not self._processes.is_over:
                     self._failure = error

@@ -14,10 +14,10 @@ import pytest
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
-from rlcore.engines.sampling.sglang import scheduler_process
+from rlcore.engines.sampling.sglang import executor, scheduler_process
 from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, serve
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
-from rlcore.errors import StateError, WorkerDiedError, WorkerError
+from rlcore.errors import InvalidInputError, StateError, WorkerDiedError, WorkerError
 
 CONTEXT = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
 RANK = threading.local()
@@ -116,3 +116,9 @@ def test_schedulers_that_do_not_come_because_one_has_ended(
     monkeypatch.setattr(calls, "_call_schedulers", come)
     with pytest.raises(WorkerDiedError, match=r"lost SGLang's scheduler, which has ended, during move\(\)"):
         calls.open("move")
+
+
+def test_a_folder_whose_sockets_would_have_too_long_paths_is_refused() -> None:
+    assert executor._checked("/tmp/" + "x" * 90)
+    with pytest.raises(InvalidInputError, match="at most 107 bytes of it: let RLCORE_RUNTIME name a folder"):
+        executor._checked("/tmp/" + "x" * 91)
