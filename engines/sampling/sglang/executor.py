@@ -73,7 +73,7 @@ class SglangExecutor(ReplicaExecutor):
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process
         os.environ[FOLDER] = folder = _checked(self.context.store)
         processes = WorkerProcesses(
-            self.context, self._num_shards, self._name_of, reports_errors=False, lost=self._has_lost
+            self.context, self._num_shards, self._name_of, reports_errors=False, clean_up=self._remove_memory
         )
         self._processes = processes
         with processes.needed_for("build"):
@@ -100,10 +100,8 @@ class SglangExecutor(ReplicaExecutor):
         words = last_words(self.context.store, process.pid)
         return f"SGLang's scheduler ({', '.join(where)})" + (f" after {words!r}" if words else "")
 
-    def _has_lost(self) -> None:
+    def _remove_memory(self) -> None:
         remove_memory(self._memory)
-        if (replica := self.__dict__.get("_replica")) is not None:
-            replica.woken()
 
     def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         if self._thread is None:
@@ -126,7 +124,7 @@ class SglangExecutor(ReplicaExecutor):
     def close(self) -> None:
         if self._processes is not None:
             self._processes.end()
-            remove_memory(self._memory)
+            self._remove_memory()
         if self._calls is not None:
             self._calls.end()
         if self._thread is not None:

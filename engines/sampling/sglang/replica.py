@@ -318,11 +318,6 @@ class SglangReplica:
         self._processes.require(method)
         self._require_sound()
 
-    def woken(self) -> None:
-        """Have waiting methods look again."""
-        with self._changed:
-            self._changed.notify_all()
-
     def _require_sound(self) -> None:
         if self._failure is None:
             return

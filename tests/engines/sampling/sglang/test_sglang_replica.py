@@ -188,6 +188,5 @@ def test_what_must_not_be_taken_for_an_output_is_an_error(made: Made, reason: st
 def test_a_lost_process_ends_the_wait(made: Made) -> None:
     made.submit()
     made.processes._lost = "SGLang's scheduler, which has ended"
-    made.replica.woken()
     with pytest.raises(WorkerDiedError, match=r"lost SGLang's scheduler, which has ended, during collect\(\)"):
         made.replica.collect(60.0)
