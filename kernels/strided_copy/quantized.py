@@ -56,6 +56,8 @@ class QuantizedMatrices:
     rows: int
     columns: int
     is_blockwise: bool
+    dtype: torch.dtype = torch.bfloat16
+    """The dtype of the weights that the engine quantises; wider values are rounded to it first."""
 
     def __post_init__(self) -> None:
         numel = self.count * self.rows * self.columns
@@ -140,7 +142,7 @@ class QuantizedCopies:
                 (one.row_stride, 1),
                 int(self._sources[one.source].storage_offset()) + one.offset,
             )
-            .to(matrices.weight.device)
+            .to(matrices.weight.device, matrices.dtype)
             for one in sorted(self._segments)
         ]
         values_MRC = torch.cat(rows).view(matrices.count, matrices.rows, matrices.columns)

@@ -37,7 +37,10 @@ _SMALLEST = tl.constexpr(SMALLEST_BLOCK_MAX)
 
 
 @triton.jit
-def _tile(table, group, row, column, rows, columns, SOURCE: tl.constexpr, ALIGNMENT: tl.constexpr):
+def _tile(
+    table, group, row, column, rows, columns,
+    SOURCE: tl.constexpr, ROUNDED: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """Load [rows of a group, columns] in float32; 0 outside the matrix."""
     source = tl.multiple_of(tl.load(table + 2 * group).to(tl.pointer_type(SOURCE)), ALIGNMENT)
     stride = tl.load(table + 2 * group + 1)
@@ -45,19 +48,20 @@ def _tile(table, group, row, column, rows, columns, SOURCE: tl.constexpr, ALIGNM
         stride = tl.multiple_of(stride, 8)
     lane = tl.arange(0, row.shape[0]).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(source + (lane[:, None] * stride + column[None, :]), mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(source + (lane[:, None] * stride + column[None, :]), mask=inside, other=0.0)
+    return values.to(ROUNDED).to(tl.float32)
 
 
 @triton.jit
 def _largest(
     table, first_group, first_row, column, rows, columns,
-    SOURCE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SOURCE: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     largest = 0.0
     for part in tl.static_range(SIZE // GROUP):
         row = first_row + part * GROUP + tl.arange(0, GROUP)
         if first_row + part * GROUP < rows:
-            values = _tile(table, first_group + part, row, column, rows, columns, SOURCE, ALIGNMENT)
+            values = _tile(table, first_group + part, row, column, rows, columns, SOURCE, ROUNDED, ALIGNMENT)
             largest = tl.maximum(largest, tl.max(tl.max(tl.abs(values), axis=1), axis=0))
     return largest
 
@@ -65,12 +69,12 @@ def _largest(
 @triton.jit
 def _store_quantized(
     table, first_group, first_row, column, inverse, weight, rows, columns,
-    SOURCE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SOURCE: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     for part in tl.static_range(SIZE // GROUP):
         row = first_row + part * GROUP + tl.arange(0, GROUP)
         if first_row + part * GROUP < rows:
-            values = _tile(table, first_group + part, row, column, rows, columns, SOURCE, ALIGNMENT) * inverse
+            values = _tile(table, first_group + part, row, column, rows, columns, SOURCE, ROUNDED, ALIGNMENT) * inverse
             values = tl.minimum(tl.maximum(values, -_FP8_MAX), _FP8_MAX)
             inside = (row < rows)[:, None] & (column < columns)[None, :]
             at = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -80,38 +84,50 @@ def _store_quantized(
 @triton.jit
 def _blocks_kernel(
     table, weight, scale, rows, columns, row_blocks, groups,
-    SOURCE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SOURCE: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     block, matrix = tl.program_id(1) % row_blocks, (tl.program_id(1) // row_blocks).to(tl.int64)
     first_row = block * SIZE
     column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     first_group = matrix * groups + first_row // GROUP
-    largest = _largest(table, first_group, first_row, column, rows, columns, SOURCE, GROUP, SIZE, ALIGNMENT)
+    largest = _largest(table, first_group, first_row, column, rows, columns, SOURCE, ROUNDED, GROUP, SIZE, ALIGNMENT)
     own_scale = tl.maximum(largest, _SMALLEST) * _INVERSE_MAX
     tl.store(scale + (matrix * row_blocks + block) * tl.num_programs(0) + tl.program_id(0), own_scale)
     weight += matrix * rows * columns
     _store_quantized(
-        table, first_group, first_row, column, 1.0 / own_scale, weight, rows, columns, SOURCE, GROUP, SIZE, ALIGNMENT
+        table,
+        first_group,
+        first_row,
+        column,
+        1.0 / own_scale,
+        weight,
+        rows,
+        columns,
+        SOURCE,
+        ROUNDED,
+        GROUP,
+        SIZE,
+        ALIGNMENT,
     )
 
 
 @triton.jit
 def _largest_kernel(
     table, largest, rows, columns, row_blocks, groups,
-    SOURCE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SOURCE: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     block, matrix = tl.program_id(1) % row_blocks, (tl.program_id(1) // row_blocks).to(tl.int64)
     first_row = block * SIZE
     column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     first_group = matrix * groups + first_row // GROUP
-    found = _largest(table, first_group, first_row, column, rows, columns, SOURCE, GROUP, SIZE, ALIGNMENT)
+    found = _largest(table, first_group, first_row, column, rows, columns, SOURCE, ROUNDED, GROUP, SIZE, ALIGNMENT)
     tl.atomic_max(largest + matrix, found.to(tl.int32, bitcast=True))  # of numbers that are not negative
 
 
 @triton.jit
 def _whole_kernel(
     table, largest, weight, scale, rows, columns, row_blocks, groups,
-    SOURCE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SOURCE: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     block, matrix = tl.program_id(1) % row_blocks, (tl.program_id(1) // row_blocks).to(tl.int64)
     first_row = block * SIZE
@@ -122,7 +138,7 @@ def _whole_kernel(
     first_group = matrix * groups + first_row // GROUP
     inverse = tl.div_rn(1.0, own_scale)
     _store_quantized(
-        table, first_group, first_row, column, inverse, weight, rows, columns, SOURCE, GROUP, SIZE, ALIGNMENT
+        table, first_group, first_row, column, inverse, weight, rows, columns, SOURCE, ROUNDED, GROUP, SIZE, ALIGNMENT
     )
 
 
@@ -137,9 +153,9 @@ class TritonQuantizedCopies:
         self._groups = -(-matrices.rows // group)
         self._row_blocks = -(-matrices.rows // BLOCK)
         self._grid = -(-matrices.columns // BLOCK), self._row_blocks * matrices.count
-        self._options = compile_options(
-            sources[segments[0].source].dtype, group, is_aligned=_is_aligned(table, matrices)
-        )
+        is_aligned = _is_aligned(table, matrices)
+        dtype = sources[segments[0].source].dtype
+        self._options = compile_options(dtype, matrices.dtype, group, is_aligned=is_aligned)
         weight, self._scale = matrices.flat()
         self._weight = weight.view(torch.uint8)
         self._largest = None if matrices.is_blockwise else torch.zeros(matrices.count, dtype=torch.int32, device=device)
@@ -156,10 +172,11 @@ class TritonQuantizedCopies:
             _whole_kernel[self._grid](self._table, self._largest, self._weight, self._scale, *sizes, **self._options)
 
 
-def compile_options(dtype: torch.dtype, group: int, *, is_aligned: bool) -> dict[str, Any]:
+def compile_options(dtype: torch.dtype, rounded: torch.dtype, group: int, *, is_aligned: bool) -> dict[str, Any]:
     """Return the constants of the kernels."""
     return {
         "SOURCE": _TYPES[dtype],
+        "ROUNDED": _TYPES[rounded],
         "GROUP": group,
         "SIZE": BLOCK,
         "ALIGNMENT": 16 if is_aligned else 1,

@@ -51,12 +51,12 @@ def case(name: str, dtype: torch.dtype, device: Any) -> tuple[list[RowSegment], 
     return segments, sources, torch.cat(rows_of).view(count, rows, columns)
 
 
-def empty(name: str, is_blockwise: bool, device: Any) -> QuantizedMatrices:
+def empty(name: str, is_blockwise: bool, device: Any, dtype: torch.dtype = torch.bfloat16) -> QuantizedMatrices:
     count, rows, columns, _ = SHAPES[name]
     grid = -(-rows // BLOCK) * -(-columns // BLOCK) if is_blockwise else 1
     options: dict[str, Any] = {"device": device.torch_device}
     weight = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, **options)
-    return QuantizedMatrices(weight, torch.zeros(count * grid, **options), count, rows, columns, is_blockwise)
+    return QuantizedMatrices(weight, torch.zeros(count * grid, **options), count, rows, columns, is_blockwise, dtype)
 
 
 @ON_EACH
@@ -71,7 +71,7 @@ def test_values_and_scales_are_those_of_the_definition(
 ) -> None:
     dtype = torch.bfloat16 if is_blockwise else torch.float32
     segments, sources, values = case(name, dtype, device)
-    matrices = empty(name, is_blockwise, device)
+    matrices = empty(name, is_blockwise, device, dtype)
     copies = QuantizedCopies(segments, sources, matrices, implementation=implementation)
     assert copies.implementation == implementation
     copies.run()

@@ -89,7 +89,7 @@ FLOAT8 = {
     f"{kernel.__name__} in groups of {group}": Case(
         kernel,
         {name: kind for name, kind in _QUANTIZED.items() if name in kernel.arg_names},
-        fixed(**triton_quantized.compile_options(torch.bfloat16, group, is_aligned=True)),
+        fixed(**triton_quantized.compile_options(torch.bfloat16, torch.bfloat16, group, is_aligned=True)),
     )
     for group in (128, 16)
     for kernel in (
