@@ -76,7 +76,14 @@ def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Train
             trainer._generate_and_score_completions = _without_optimizer(trainer)
         if trainer.use_vllm:
             trainer.vllm_generation.sync_weights = PlannedSync(trainer.vllm_generation)
+            _leave_out_text(trainer.vllm_generation)
     return trainer
+
+
+def _leave_out_text(generation: Any) -> None:
+    """Let vLLM write no text beside the tokens: TRL reads none, and vLLM needs it for nothing but strings that stop."""
+    if not generation.generation_kwargs.get("stop"):
+        generation.generation_kwargs = {"detokenize": False, **generation.generation_kwargs}
 
 
 def _row_stats(trainer: Any) -> tuple[str, ...]:
