@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,9 +48,9 @@ def pair(
     build_train: Callable[..., rlcore.TrainEngine],
     build_vllm: Callable[..., rlcore.InferenceEngine],
 ) -> Iterator[tuple[rlcore.TrainEngine, rlcore.InferenceEngine]]:
-    with build_train(model_folder, devices=f"{host}/{DEVICE}") as train:
-        with build_vllm(model_folder, devices=None, colocate_with=train) as infer:
-            yield train, infer
+    with contextlib.ExitStack() as stack:
+        train = stack.enter_context(build_train(model_folder, devices=f"{host}/{DEVICE}"))
+        yield train, stack.enter_context(build_vllm(model_folder, devices=None, colocate_with=train))
 
 
 def assert_synced(train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, folder: Path) -> None:
