@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,3 +46,5 @@ class RequestOutput:
     """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    """What the prompt had beside its tokens, such as the pixels of its images; ``collate`` takes it into the batch."""
