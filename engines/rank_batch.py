@@ -44,7 +44,7 @@ class RankBatch:
     part: int = 0
     """The position of this rank among them."""
     inputs: Mapping[str, SequenceInput] = field(default_factory=dict)
-    """What the sequences have beside their tokens, such as images."""
+    """Inputs of the sequences beside their tokens, such as images."""
     has_companion: bool = False
     """The last sequence is here for its ``inputs`` alone. Micro-batches that have none compute it, unscored: each rank
     then runs the same parts of the model, and all of them exchange the same weights and gradients."""

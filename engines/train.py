@@ -304,7 +304,7 @@ class TrainEngine(CheckpointedEngine):
             when the batch has one.
         """
         self._require("weights", "forward_logprobs()")
-        tensors, inputs = separated(batch)
+        tensors, given = separated(batch)
         packed = to_packed({name: tensors[name] for name in _LAYOUT if name in tensors})
         options = ScoreOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
@@ -314,7 +314,7 @@ class TrainEngine(CheckpointedEngine):
         )
         scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
-        inputs = self._prepared(packed, inputs)
+        inputs = self._prepared(packed, given)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, inputs, options)
         return logprob_T if "cu_seqlens" in batch else padded(logprob_T, tensors)
 

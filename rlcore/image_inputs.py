@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 @dataclass
 class ImageInputs:
-    """What one model takes of images."""
+    """The inputs of one model that belong to images."""
 
     model: Any
     """The transformers model with its output head, on any device."""
@@ -52,11 +53,32 @@ class ImageInputs:
         accepted = _arguments(base)
         return cls(model, token_id, tuple(name for name in (PIXELS, GRID) if name in accepted))
 
+    @classmethod
+    def of_folder(cls, path: Path) -> ImageInputs | None:
+        """Return the inputs of the model in a folder, of which no weight is read."""
+        from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForImageTextToText
+
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return None
+        with without_foreign_meta(), torch.device("meta"):
+            return cls.of(AutoModelForImageTextToText.from_config(config))
+
     @property
     def types_name(self) -> str | None:
         """The argument that tells the model which tokens are an image's; None if it needs none."""
         accepted = _arguments(self.model.base_model)
         return next((name for name in _TYPES if name in accepted), None)
+
+    def rows_of(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the inputs of a prompt, each without rows if there are none.
+
+        Raises:
+            InvalidInputError: they are not the model's.
+        """
+        if inputs:
+            self.check_names(inputs)
+        return inputs or dict.fromkeys(self.names, torch.empty(0))
 
     def check_names(self, names: Mapping[str, object]) -> None:
         """Raise InvalidInputError unless these are the model's inputs."""
@@ -67,37 +89,51 @@ class ImageInputs:
             )
 
     def located(self, whose: str, token_ids_L: Tensor, inputs: Mapping[str, Tensor], may_stray_L: Tensor) -> Tensor:
-        """Return [L] bool: the tokens that stand for the images of a sequence.
+        """Return [L] bool: the tokens that stand for the images of a sequence; arguments and errors as of ``spans``."""
+        is_image_L = torch.zeros(len(token_ids_L), dtype=torch.bool)
+        for span in self.spans(whose, token_ids_L, inputs, may_stray_L):
+            is_image_L[span.start : span.stop] = True
+        return is_image_L
+
+    def spans(
+        self, whose: str, token_ids_L: Tensor, inputs: Mapping[str, Tensor], may_stray_L: Tensor | None = None
+    ) -> list[range]:
+        """Return the tokens of each image of a sequence.
 
         Args:
             whose: the name of the sequence in errors, such as "prompt 3".
             inputs: the rows of the sequence; without rows if it has no images.
-            may_stray_L: tokens that may be ``token_id`` without an image, because the model itself sampled them.
+            may_stray_L: tokens that may be ``token_id`` without an image, because the model itself sampled them; None
+                allows none.
 
         Raises:
             InvalidInputError: the images are none of this model, or others than the tokens stand for.
         """
         place_P = (token_ids_L == self.token_id).nonzero().squeeze(1)
-        is_image_L = torch.zeros(len(token_ids_L), dtype=torch.bool)
+        is_free_P = torch.ones(len(place_P), dtype=torch.bool)
         lengths, cursor = self._lengths(whose, inputs), 0
+        found: list[range] = []
         for number, length in enumerate(lengths):
             spans_P = place_P[cursor + length - 1 :] - place_P[cursor : len(place_P) - length + 1]
-            if not (found := (spans_P == length - 1).nonzero()[:1]).numel():
+            if not (first := (spans_P == length - 1).nonzero()[:1]).numel():
                 raise InvalidInputError(
                     f"{whose} has {len(lengths)} images and no run of tokens for image {number}, which is {length} "
                     f"times the token {self.token_id} in a row; {_found(place_P)}. The model's processor makes tokens "
                     "and images that match"
                 )
-            cursor += int(found)
-            is_image_L[place_P[cursor : cursor + length]] = True
+            cursor += int(first)
+            is_free_P[cursor : cursor + length] = False
+            found.append(range(int(place_P[cursor]), int(place_P[cursor]) + length))
             cursor += length
-        stray_P = place_P[~is_image_L[place_P] & ~may_stray_L[place_P]]
+        stray_P = place_P[is_free_P]
+        if may_stray_L is not None:
+            stray_P = stray_P[~may_stray_L[stray_P]]
         if len(stray_P):
             raise InvalidInputError(
                 f"{whose} has {len(lengths)} images, of {sum(lengths)} tokens, and {len(stray_P)} more image tokens "
                 f"({self.token_id}), the first at {int(stray_P[0])}; give the images of all of them"
             )
-        return is_image_L
+        return found
 
     def positions(self, token_ids_L: Tensor, is_image_L: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | None:
         """Return the positions [L, 3] of the tokens, or None where they simply count, as in a text."""
@@ -187,12 +223,11 @@ def prepared(
         return {}
     cu_seqlens = packed["cu_seqlens"].long()
     lengths_N = cu_seqlens.diff()
-    none = dict.fromkeys(images.names, torch.empty(0))
     may_stray_T = packed.get("loss_mask", torch.zeros(len(packed["input_ids"]))).bool()
     each = zip(packed["input_ids"].split(lengths_N.tolist()), may_stray_T.split(lengths_N.tolist()), strict=True)
     is_image, positions = [], []
     for number, (ids_L, may_stray_L) in enumerate(each):
-        own = {name: value.part(number) for name, value in inputs.items()} or none
+        own = images.rows_of({name: value.part(number) for name, value in inputs.items()})
         is_image.append(images.located(f"sequence {number}", ids_L, own, may_stray_L))
         positions.append(images.positions(ids_L, is_image[-1], own))
     if not any(map(torch.any, is_image)):

@@ -64,6 +64,7 @@ _BESIDE_WEIGHTS = (
     "special_tokens_map.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
 """Files of a model folder that training does not change."""
 

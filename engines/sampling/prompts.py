@@ -1,7 +1,4 @@
-"""Prompts and parameters of requests: checked before they run, tokenised, and their completions made texts.
-
-Letters: L tokens of a prompt.
-"""
+"""Prompts and parameters of requests: checked before they run, tokenised, and their completions made texts."""
 
 from __future__ import annotations
 
@@ -83,6 +80,8 @@ class MultimodalPrompt(Sequence[int]):
 
 
 Prompt = str | Sequence[int] | MultimodalPrompt
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+"""A prompt as a user gives it; a mapping is what a processor of transformers made of text and images."""
 ParamsLike = SamplingParams | Mapping[str, Any] | None
 _OF_TOKENS = ("prompt_token_ids", "input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """Entries of a processor's output that follow from the tokens, or are them."""
@@ -162,26 +161,22 @@ class PromptReader:
                 f"({self._positions_name}): shorten the prompt or lower max_tokens"
             )
         if self.images is not None:
-            self.image_tokens(prompt, f"prompt {number}")
+            self.image_spans(prompt, f"prompt {number}")
         elif inputs := inputs_of(prompt):
             raise InvalidInputError(
                 f"prompt {number} has {', '.join(sorted(inputs))}, and the model at {self._folder} reads no images; "
                 "give its token ids alone"
             )
 
-    def image_tokens(self, prompt: Sequence[int], whose: str = "the prompt") -> Tensor:
-        """Return [L] bool: the tokens of a prompt that stand for its images.
+    def image_spans(self, prompt: Sequence[int], whose: str = "the prompt") -> list[range]:
+        """Return the tokens of each image of a prompt.
 
         Raises:
             InvalidInputError: the images are none of this model, or others than the tokens stand for.
         """
-        assert self.images is not None
-        inputs = inputs_of(prompt)
-        if inputs:
-            self.images.check_names(inputs)
-        rows = inputs or dict.fromkeys(self.images.names, torch.empty(0))
-        may_stray_L = torch.zeros(len(prompt), dtype=torch.bool)
-        return self.images.located(whose, torch.tensor(list(prompt)), rows, may_stray_L)
+        if self.images is None:
+            return []
+        return self.images.spans(whose, torch.tensor(list(prompt)), self.images.rows_of(inputs_of(prompt)))
 
     def completion(
         self, token_ids: list[int], logprobs: list[float], *, is_stopped: bool, spans: tuple[VersionSpan, ...]
@@ -203,8 +198,8 @@ def prompts_of(given: Any) -> list[Prompt]:
         return [given]
     if not isinstance(given, Iterable) or isinstance(given, Mapping):
         raise InvalidInputError(
-            "prompts must be a text, or a list of texts, lists of token ids or dicts that a processor made; got "
-            f"{given!r:.200}"
+            f"prompts must be a text or a list of texts or of lists of token ids, got {given!r:.200}; with images it is "
+            "a list of dicts that the model's processor made"
         )
     prompts = [
         MultimodalPrompt.of(number, prompt) if isinstance(prompt, Mapping) else prompt
@@ -213,8 +208,8 @@ def prompts_of(given: Any) -> list[Prompt]:
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not _are_token_ids(prompt):
             raise InvalidInputError(
-                f"prompt {number} must be a text, a list of token ids or a dict that a processor made, got "
-                f"{prompt!r:.200}"
+                f"prompt {number} must be a text or a list of token ids, got {prompt!r:.200}; with images it is a dict "
+                "that the model's processor made"
             )
     return prompts
 

@@ -34,7 +34,8 @@ class RequestRouter:
         self._collected: dict[int, RequestOutput] = {}
         """Outputs that the replicas gave while somebody waited for something else."""
         self._prompts: dict[int, Prompt] = {}
-        """Prompts of the requests under way of which an output is to have more than the token ids: texts, images."""
+        """Prompts of the requests under way that have more than the replicas send back: texts sent as token ids, and
+        images."""
         self._next_number = 0
         self._is_paused = False
 
@@ -64,7 +65,8 @@ class RequestRouter:
         each = self._group.call(InferenceExecutor.generate.__name__, calls, advance)
         for own, outputs in zip(by_rank, each, strict=True):
             found |= zip(own, outputs, strict=True)
-        return [_completed(found[index], prompt) for index, prompt in enumerate(prompts)]
+        kept = _kept(range(len(prompts)), prompts, sent)
+        return [_completed(found[index], kept.get(index)) for index in range(len(prompts))]
 
     def _tokenized(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Prompt]:
         """Let each replica check a part of the prompts before any begins, and give their token ids.
@@ -107,7 +109,7 @@ class RequestRouter:
         sent = self._tokenized(prompts, params)
         numbers = list(range(self._next_number, self._next_number + len(prompts)))
         self._next_number += len(prompts)
-        self._prompts |= {number: one for number, one in zip(numbers, prompts, strict=True) if _has_more_than_ids(one)}
+        self._prompts |= _kept(numbers, prompts, sent)
         waiting = list(zip(numbers, sent, params, strict=True))
         with self.aborting_on_error(numbers):
             while waiting:
@@ -156,7 +158,7 @@ class RequestRouter:
             left_s = min(poll_s, max(0.0, deadline - time.monotonic()))
             each = self._call(InferenceExecutor.collect, left_s, version=version)
             found = {
-                number: _completed(output, self._prompts.pop(number, ()))
+                number: _completed(output, self._prompts.pop(number, None))
                 for own in each
                 for number, output in own.items()
             }
@@ -226,12 +228,18 @@ def _cost(prompt: Prompt, params: SamplingParams) -> int:
     return length + params.n * params.max_tokens
 
 
-def _has_more_than_ids(prompt: Prompt) -> bool:
-    return isinstance(prompt, str | MultimodalPrompt)
+def _kept(numbers: Iterable[int], prompts: Sequence[Prompt], sent: Sequence[Prompt]) -> dict[int, Prompt]:
+    """Return the prompts of which a replica does not send everything back."""
+    each = zip(numbers, prompts, sent, strict=True)
+    return {
+        number: prompt
+        for number, prompt, as_sent in each
+        if isinstance(prompt, MultimodalPrompt) or (isinstance(prompt, str) and prompt is not as_sent)
+    }
 
 
-def _completed(output: RequestOutput, prompt: Prompt) -> RequestOutput:
-    """Return an output with what its prompt had besides token ids, which stays in this process."""
-    if not _has_more_than_ids(prompt):
-        return output
-    return replace(output, prompt=prompt if isinstance(prompt, str) else None, inputs=inputs_of(prompt))
+def _completed(output: RequestOutput, prompt: Prompt | None) -> RequestOutput:
+    """Return an output with what its prompt had besides token ids."""
+    if isinstance(prompt, str):
+        return replace(output, prompt=prompt)
+    return output if prompt is None else replace(output, inputs=inputs_of(prompt))

@@ -5,12 +5,16 @@ Letters: L tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlcore.sequence_input import SequenceInput
+
+from .plain_training import PlainTraining, Truth
 
 IMAGE = 20
 """The token that stands for a part of an image."""
@@ -141,18 +145,73 @@ def prompt_of(family: str, images: tuple[tuple[int, int], ...] = ((4, 4),), *, s
     return {"input_ids": torch.tensor([ids])} | (inputs if images else {})
 
 
-def plain_logprobs(model: Any, token_ids: list[int], num_image_tokens: int, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return [L - 1, V] of transformers' own forward of one sequence.
+class PlainImageTraining(PlainTraining):
+    """A model of images trained one sequence at a time by transformers' own forward: no packing, no rows, no cuts."""
 
-    Args:
-        num_image_tokens: so many of the tokens, the first of their kind, stand for images.
-    """
-    ids_1L = torch.tensor([token_ids])
-    is_image_1L = (ids_1L == IMAGE) & ((ids_1L == IMAGE).cumsum(1) <= num_image_tokens)
-    names = model.forward.__wrapped__.__code__.co_varnames if hasattr(model.forward, "__wrapped__") else ()
-    types = {name: is_image_1L.long() for name in ("mm_token_type_ids", "token_type_ids") if name in names}
-    dtype = model.get_output_embeddings().weight.dtype
-    moved = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
-    logits_1LV = model(input_ids=ids_1L, use_cache=False, **types, **moved).logits
-    found: Tensor = logits_1LV[0, :-1].log_softmax(-1)
-    return found
+    def __init__(self, module: Any, dtype: torch.dtype, inputs: Mapping[str, SequenceInput]) -> None:
+        super().__init__(module, dtype)
+        self.inputs = inputs
+
+    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        lengths = batch["cu_seqlens"].diff().tolist()
+        logits = [
+            plain_logits(self.module, ids_L, {name: value.part(number) for name, value in self.inputs.items()})
+            for number, ids_L in enumerate(batch["input_ids"].split(lengths))
+        ]
+        return torch.cat(logits)[batch["loss_mask"].nonzero()[:, 0] - 1]
+
+
+class ImageTruth(Truth):
+    """What an engine must come to with these images."""
+
+    def __init__(self, make: Callable[[], Any], inputs: Mapping[str, SequenceInput]) -> None:
+        super().__init__(make)
+        self.exact = PlainImageTraining(make(), torch.float64, inputs)
+        self.reference = PlainImageTraining(make(), torch.float32, inputs)
+
+
+def plain_logits(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return [L, V] of transformers' own forward of one sequence, all of whose image tokens stand for images."""
+    from transformers import Gemma3ForConditionalGeneration
+
+    is_image_1L = (ids_L == IMAGE)[None]
+    name = "token_type_ids" if isinstance(model, Gemma3ForConditionalGeneration) else "mm_token_type_ids"
+    types = (
+        {name: is_image_1L.long()} if is_image_1L.any() and not hasattr(model.config, "projector_hidden_act") else {}
+    )
+    dtype = next(model.parameters()).dtype
+    moved = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items() if len(value)
+    }
+    logits_LV: Tensor = model(input_ids=ids_L[None], use_cache=False, **types, **moved).logits[0]
+    return logits_LV
+
+
+def image_batch(prompts: Sequence[Any], *, num_new: int = 5, seed: int = 0) -> dict[str, Any]:
+    """Return packed sequences of these prompts, each with so many further tokens, which are trained on."""
+    random = torch.Generator().manual_seed(seed)
+    ids = [torch.as_tensor(prompt["input_ids"][0] if isinstance(prompt, dict) else prompt) for prompt in prompts]
+    sequences = [torch.cat([one, torch.randint(13, (num_new,), generator=random)]) for one in ids]
+    names = [name for prompt in prompts if isinstance(prompt, dict) for name in prompt if name != "input_ids"]
+    inputs = {
+        name: SequenceInput.of([prompt.get(name) if isinstance(prompt, dict) else None for prompt in prompts])
+        for name in dict.fromkeys(names)
+    }
+    loss_mask = torch.cat([torch.arange(len(one)) >= len(one) - num_new for one in sequences])
+    total = len(loss_mask)
+    return {
+        "input_ids": torch.cat(sequences),
+        "cu_seqlens": torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32),
+        "loss_mask": loss_mask,
+        "old_logprobs": -torch.rand(total, generator=random) * 3,
+        "advantages": torch.randn(len(sequences), generator=random),
+        **inputs,
+    }
+
+
+def tensors_of(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+
+
+def inputs_of(batch: Mapping[str, Any]) -> dict[str, SequenceInput]:
+    return {name: value for name, value in batch.items() if isinstance(value, SequenceInput)}

@@ -50,7 +50,7 @@ class _DecodingRows:
     """Index of the sample that the row makes."""
     is_alive_B: Tensor
     first_position_B: Tensor
-    """The position of the first new token: the prompt's length, or less where an image has fewer positions than tokens."""
+    """The position of the first new token; an image may have fewer positions than tokens."""
     max_tokens_B: Tensor
     stop_BE: Tensor
     mask_BL: Tensor | None

@@ -20,11 +20,10 @@ class PromptImages:
 
     def __init__(self, images: ImageInputs, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._images, self._prompts, self._device = images, prompts, device
-        none = dict.fromkeys(images.names, torch.empty(0))
         self._is_image: list[Tensor] = []
         self._positions: list[Tensor | None] = []
         for number, prompt in enumerate(prompts):
-            token_ids, inputs = torch.tensor(list(prompt)), inputs_of(prompt) or none
+            token_ids, inputs = torch.tensor(list(prompt)), images.rows_of(inputs_of(prompt))
             nowhere = torch.zeros(len(token_ids), dtype=torch.bool)
             self._is_image.append(images.located(f"prompt {number} of the batch", token_ids, inputs, nowhere))
             self._positions.append(images.positions(token_ids, self._is_image[-1], inputs))

@@ -29,6 +29,7 @@ from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import RlcoreError, StateError, SyncError, UnsupportedError
+from rlcore.image_inputs import ImageInputs
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 from rlcore.weights.names import mismatch
 from rlcore.weights.source import in_files
@@ -80,7 +81,8 @@ class VllmExecutor(InferenceExecutor):
         self.vllm_version = versions.prepare()
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)
-        self._reader = reader = PromptReader(self._folder, None, "max_model_len")
+        images = ImageInputs.of_folder(self._folder.path) if self._folder.reads_images else None
+        self._reader = reader = PromptReader(self._folder, None, "max_model_len", images)
         if self._is_rank:
             self.context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
         processes = WorkerProcesses(self.context)
@@ -99,7 +101,7 @@ class VllmExecutor(InferenceExecutor):
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
-        return self._reader.read(prompts, params, numbers)
+        return [list(token_ids) for token_ids in self._reader.read(prompts, params, numbers)]
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
