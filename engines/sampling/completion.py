@@ -47,4 +47,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
-    """What the prompt had beside its tokens, such as the pixels of its images; ``collate`` takes it into the batch."""
+    """The prompt's inputs beside its tokens, such as the pixels of its images; ``collate`` takes them into the batch."""

@@ -198,8 +198,8 @@ def prompts_of(given: Any) -> list[Prompt]:
         return [given]
     if not isinstance(given, Iterable) or isinstance(given, Mapping):
         raise InvalidInputError(
-            f"prompts must be a text or a list of texts or of lists of token ids, got {given!r:.200}; with images it is "
-            "a list of dicts that the model's processor made"
+            f"prompts must be a text or a list of texts or of lists of token ids, got {given!r:.200}; with images "
+            "it is a list of dicts that the model's processor made"
         )
     prompts = [
         MultimodalPrompt.of(number, prompt) if isinstance(prompt, Mapping) else prompt
