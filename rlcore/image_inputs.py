@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +30,11 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments by which some models are told which tokens are an image's: 1 there, else 0."""
 
 
-@dataclass
+_measured: WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = WeakKeyDictionary()
+"""Model -> shape of an image's pixels -> the number of its tokens."""
+
+
+@dataclass(frozen=True, eq=False)
 class ImageInputs:
     """The inputs of one model that belong to images."""
 
@@ -39,8 +44,6 @@ class ImageInputs:
     """The token that stands for a part of an image."""
     names: tuple[str, ...]
     """The inputs beside the tokens; all of them come with every sequence that has an image."""
-    _measured: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Shape of an image's pixels -> the number of its tokens."""
 
     @classmethod
     def of(cls, model: Any) -> ImageInputs | None:
@@ -189,7 +192,8 @@ class ImageInputs:
 
     def _measure(self, whose: str, shape: tuple[int, ...]) -> int:
         """Return the number of tokens of an image whose pixels have this shape, by the model's own code."""
-        if shape not in self._measured:
+        known = _measured.setdefault(self.model, {})
+        if shape not in known:
             try:
                 # without the values of weights; a module of the user may have real buffers beside its meta weights
                 with without_foreign_meta(), torch.device("meta"), torch.no_grad():
@@ -201,8 +205,8 @@ class ImageInputs:
                     f"{type(self.model).__name__} cannot read an image of {list(shape)} numbers, which {whose} has: "
                     f"{one_line(error)}"
                 ) from error
-            self._measured[shape] = len(found[0])
-        return self._measured[shape]
+            known[shape] = len(found[0])
+        return known[shape]
 
 
 def prepared(

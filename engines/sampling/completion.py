@@ -47,4 +47,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
-    """The prompt's inputs beside its tokens, such as the pixels of its images; ``collate`` takes them into the batch."""
+    """The inputs of the prompt beside its tokens, such as pixels of images; ``collate`` takes them into the batch."""
