@@ -17,6 +17,7 @@ from rlcore.engines.batch import Batch, check_values, loss_mask_of, padded, sepa
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.mismatch_cause import mismatch_warning
 from rlcore.engines.need_parallel import (
     Gather,
     check_gather,
@@ -34,6 +35,8 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
+from rlcore.routing.replay import check_routes
+from rlcore.routing.routers import ROUTES
 from rlcore.sequence_input import SequenceInput
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
@@ -75,6 +78,7 @@ class TrainEngine(CheckpointedEngine):
         self._module = module
         self._weight_sync = WeightSync()
         self._sequence_parallel_size = 1
+        self._has_warned_of_mismatch = False
         super().__init__(executor)
 
     def build(
@@ -114,6 +118,10 @@ class TrainEngine(CheckpointedEngine):
             self._weight_sync.close()
 
     close.__doc__ = CheckpointedEngine.close.__doc__
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._module.parameters())
 
     @property
     def _has_adapters(self) -> bool:
@@ -205,6 +213,10 @@ class TrainEngine(CheckpointedEngine):
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
+            Of a batch with the sampler's log-probs (``rollout_logprobs``, or else ``old_logprobs``) also
+            ``mismatch/mean``, ``/p99``, ``/bias`` and ``/effective_sample_size``: how far the trainer's are from them.
+            Of a batch with ``routed_experts``, which the model's routers take instead of their own,
+            ``expert_load/max_over_mean`` and ``/entropy``.
 
         Raises:
             InvalidInputError: token ids outside the vocabulary, a NaN on a token that is trained on, or a
@@ -228,6 +240,9 @@ class TrainEngine(CheckpointedEngine):
             )
         self._num_changes += 1
         metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, inputs, options, loss_fn)
+        if not self._has_warned_of_mismatch and (warning := mismatch_warning(metrics, packed, self._module)):
+            self._has_warned_of_mismatch = True  # it would be the same at each step
+            _log.warning("%s", warning)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
@@ -273,12 +288,13 @@ class TrainEngine(CheckpointedEngine):
         )
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
         check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
+        check_routes(self._module, packed)
         return packed | {WEIGHT: weight_T}, self._prepared(packed, inputs)
 
     def _prepared(
         self, packed: Mapping[str, Tensor], inputs: Mapping[str, SequenceInput]
     ) -> Mapping[str, SequenceInput]:
-        """Return all that ``hidden_states`` needs beside the tokens; a module of the user may have none of this."""
+        """Return all that ``hidden_states`` needs beside the tokens."""
         found = self._module.prepare_inputs(packed, inputs)
         if found and self._sequence_parallel_size > 1:
             raise UnsupportedError(
@@ -314,6 +330,7 @@ class TrainEngine(CheckpointedEngine):
         )
         scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
+        check_routes(self._module, packed)
         inputs = self._prepared(packed, given)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, inputs, options)
         return logprob_T if "cu_seqlens" in batch else padded(logprob_T, tensors)
@@ -425,7 +442,7 @@ class TrainEngine(CheckpointedEngine):
         self._residency.set("weights", State.LOADED)
 
 
-_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
+_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask", ROUTES)
 
 
 def _check_module(module: TrainModule) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlcore.compute_dtype import as_stored
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,
@@ -242,7 +243,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     def _measured_form(self) -> LogitForm:
         if self._logit_form is None:
-            with without_foreign_meta():
+            with without_foreign_meta(), as_stored(self):  # its code is run on float64
                 self._logit_form = measure_logit_form(self, self._transformers_class().forward)
         return self._logit_form
 
@@ -293,6 +294,14 @@ class HuggingFaceTrainModule(TrainModule):
         """Return transformers' class of the model, from which the user's class derives."""
         models = (base for base in cls.__mro__ if hasattr(base, "_from_config"))
         return next(base for base in models if not issubclass(base, TrainModule))
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Answer for transformers' class: transformers looks at the source of a class's module, here the user's, and
+        would compute one expert after the other.
+        """
+        own = getattr(cls._transformers_class(), "_can_set_experts_implementation", None)
+        return own is not None and bool(own())
 
     @classmethod
     def _take_over_conversions(cls) -> None:

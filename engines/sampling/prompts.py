@@ -164,8 +164,8 @@ class PromptReader:
             self.image_spans(prompt, f"prompt {number}")
         elif inputs := inputs_of(prompt):
             raise InvalidInputError(
-                f"prompt {number} has {', '.join(sorted(inputs))}, and the model at {self._folder} reads no images; "
-                "give its token ids alone"
+                f"prompt {number} has {', '.join(sorted(inputs))}, and this engine reads no images for the model at "
+                f"{self._folder}; give its token ids alone"
             )
 
     def image_spans(self, prompt: Sequence[int], whose: str = "the prompt") -> list[range]:
@@ -179,13 +179,19 @@ class PromptReader:
         return self.images.spans(whose, torch.tensor(list(prompt)), self.images.rows_of(inputs_of(prompt)))
 
     def completion(
-        self, token_ids: list[int], logprobs: list[float], *, is_stopped: bool, spans: tuple[VersionSpan, ...]
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        *,
+        is_stopped: bool,
+        spans: tuple[VersionSpan, ...],
+        routed_experts: Tensor | None = None,
     ) -> Completion:
         """Return sampled tokens as a ``Completion``; ``is_stopped``: the last one is a stop token."""
         reason: FinishReason = "stop" if is_stopped else "length"
         spoken = token_ids[:-1] if is_stopped else token_ids
         text = "" if self.tokenizer is None else self.tokenizer.decode(spoken, skip_special_tokens=True)
-        return Completion(token_ids, logprobs, text, reason, spans)
+        return Completion(token_ids, logprobs, text, reason, spans, routed_experts)
 
 
 def prompts_of(given: Any) -> list[Prompt]:
