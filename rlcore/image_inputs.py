@@ -228,7 +228,8 @@ def prepared(
     cu_seqlens = packed["cu_seqlens"].long()
     lengths_N = cu_seqlens.diff()
     may_stray_T = packed.get("loss_mask", torch.zeros(len(packed["input_ids"]))).bool()
-    each = zip(packed["input_ids"].split(lengths_N.tolist()), may_stray_T.split(lengths_N.tolist()), strict=True)
+    lengths = lengths_N.tolist()
+    each = zip(torch.split(packed["input_ids"], lengths), torch.split(may_stray_T, lengths), strict=True)
     is_image, positions = [], []
     for number, (ids_L, may_stray_L) in enumerate(each):
         own = images.rows_of({name: value.part(number) for name, value in inputs.items()})

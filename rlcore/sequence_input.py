@@ -68,7 +68,7 @@ class SequenceInput:
 
     def compact(self) -> SequenceInput:
         """Return the same input with those rows alone that its sequences have, each run of them once."""
-        runs, inverse_N = torch.stack([self.starts_N, self.counts_N], 1).unique(dim=0, return_inverse=True)
+        runs, inverse_N = torch.unique(torch.stack([self.starts_N, self.counts_N], 1), dim=0, return_inverse=True)
         starts, counts = runs.unbind(1)
         own_starts = pad(counts.cumsum(0), (1, 0))
         rows = self.rows.index_select(0, _indices(starts, counts))
