@@ -116,8 +116,8 @@ class _Server:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self._post("update_weights", update_info=update_info)
 
-    def finish_weight_update(self) -> None:
-        self._post("finish_weight_update")
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post("finish_weight_update", **({} if weight_version is None else {"weight_version": weight_version}))
 
     def _post(self, path: str, **content: Any) -> None:
         import requests

@@ -259,12 +259,13 @@ def test_a_local_cluster_keeps_its_priority_and_has_a_token_of_its_own_unless_ra
     is_imported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray reads the variables of its token when it is imported, and the others when a cluster starts."""
-    monkeypatch.setattr(os, "environ", {"RAY_USAGE_STATS_ENABLED": "1"})
+    variables = {"RAY_USAGE_STATS_ENABLED": "1"}
+    monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(sys, "modules", {"ray": None} if is_imported else {})
     set_local_variables()
-    assert (os.environ["RAY_worker_niceness"], os.environ["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1", "the user's own"
-    assert ("RAY_AUTH_TOKEN" in os.environ, "RAY_AUTH_MODE" in os.environ) == (not is_imported,) * 2
+    assert (variables["RAY_worker_niceness"], variables["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
+    assert variables["RAY_USAGE_STATS_ENABLED"] == "1", "the user's own"
+    assert ("RAY_AUTH_TOKEN" in variables, "RAY_AUTH_MODE" in variables) == (not is_imported,) * 2
 
 
 def test_a_cluster_that_does_not_start_says_what_to_do() -> None:
