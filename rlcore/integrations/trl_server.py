@@ -21,7 +21,7 @@ from rlcore.errors import SyncError, UnsupportedError
 from rlcore.integrations.trl_vllm import merged, named_weights
 
 _LONGEST_S = 300.0
-"""Of one weight update, as in vLLM's own client."""
+"""The longest that a weight update may take, as in vLLM's own client."""
 
 
 @contextlib.contextmanager
@@ -96,13 +96,13 @@ class ServedSync:
                     rank=accelerator.process_index,
                 )
                 self._engine = RlcoreTrainerWeightTransferEngine.trainer_init(
-                    init_info=info, client=_Server(getattr(client, "base_url", "")), source=self
+                    init_info=info, client=_ServerClient(getattr(client, "base_url", "")), source=self
                 )
         return self._engine
 
 
-class _Server:
-    """What a trainer engine asks a server for. TRL's own session would ask again after an error, in another round."""
+class _ServerClient:
+    """The server, as a trainer engine asks it. TRL's own session would ask again after an error, in another round."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -28,7 +28,7 @@ from rlcore.registry import get_device, resolve
 
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _IMPORTANCE_CAP = 3.0
-"""Of the weight of a token for the difference between sampler and trainer."""
+"""The highest weight of a token for the difference between sampler and trainer."""
 _POLL_S = 0.02
 _NUM_SPECIAL = 2
 
