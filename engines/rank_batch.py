@@ -39,18 +39,23 @@ class RankBatch:
     num_micro_batches: int
     """The same on all ranks: a rank that needs fewer adds empty micro-batches, so that collectives match."""
     num_parts: int = 1
-    """The number of ranks that have this batch and share the tokens of each micro-batch (sequence parallelism)."""
+    """The parts into which the tokens of each micro-batch are cut (sequence parallelism)."""
     part: int = 0
-    """The position of this rank among them."""
+    """The number of this rank's part."""
 
 
 def rank_batches(
-    packed: Mapping[str, Tensor], num_ranks: int, max_tokens: int, sequence_parallel_size: int = 1
+    packed: Mapping[str, Tensor],
+    num_ranks: int,
+    max_tokens: int,
+    sequence_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> list[RankBatch]:
     """Split a packed batch into parts of about equal tokens.
 
     Args:
-        sequence_parallel_size: neighbouring ranks that share one part.
+        sequence_parallel_size: ranks that share one part, each computing some of its tokens.
+        tensor_parallel_size: neighbouring ranks that compute the same tokens.
         max_tokens: the most tokens of a micro-batch.
 
     Raises:
@@ -62,9 +67,10 @@ def rank_batches(
         raise InvalidInputError(
             f"a sequence has {int(lengths_N.max())} tokens; max_tokens_per_micro_batch is {max_tokens}: raise it"
         )
+    num_bins = num_ranks // sequence_parallel_size // tensor_parallel_size
     parts = [
         torch.tensor(part, dtype=torch.int64)
-        for part in balance(lengths_N.tolist(), num_bins=num_ranks // sequence_parallel_size)
+        for part in balance(lengths_N.tolist(), num_bins=num_bins)
     ]
     count = max(len(balance(lengths_N[part].tolist(), max_tokens=max_tokens)) for part in parts)
     batches = []
@@ -73,7 +79,8 @@ def rank_batches(
         own = {name: value_T.index_select(0, token_T) for name, value_T in packed.items() if name != "cu_seqlens"}
         own["cu_seqlens"] = cu_local.to(torch.int32)
         shared = RankBatch(own, token_T, len(packed["input_ids"]), count, sequence_parallel_size)
-        batches += [replace(shared, part=part) for part in range(sequence_parallel_size)]
+        for part in range(sequence_parallel_size):
+            batches += [replace(shared, part=part)] * tensor_parallel_size
     return batches
 
 
