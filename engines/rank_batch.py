@@ -68,10 +68,7 @@ def rank_batches(
             f"a sequence has {int(lengths_N.max())} tokens; max_tokens_per_micro_batch is {max_tokens}: raise it"
         )
     num_bins = num_ranks // sequence_parallel_size // tensor_parallel_size
-    parts = [
-        torch.tensor(part, dtype=torch.int64)
-        for part in balance(lengths_N.tolist(), num_bins=num_bins)
-    ]
+    parts = [torch.tensor(part, dtype=torch.int64) for part in balance(lengths_N.tolist(), num_bins=num_bins)]
     count = max(len(balance(lengths_N[part].tolist(), max_tokens=max_tokens)) for part in parts)
     batches = []
     for sequences in parts:

@@ -228,6 +228,8 @@ class HuggingFaceTrainModule(TrainModule):
     def split(self, meshes: Meshes) -> list[nn.Module]:
         from rlcore.parallel_plans import split
 
+        if self.get_output_embeddings() is not None:  # type: ignore[operator]
+            self._measured_form()  # of the whole model
         self._meshes = meshes
         return split(self, meshes)
 

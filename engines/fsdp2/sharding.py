@@ -83,7 +83,11 @@ class Sharding:
         for name in ("compile", "reduce_each_micro_batch", "device_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("replicas", "gather_bytes", *(f"{kind}_parallel_size" for kind in ("sequence", "tensor", "expert"))):
+        for name in (
+            "replicas",
+            "gather_bytes",
+            *(f"{kind}_parallel_size" for kind in ("sequence", "tensor", "expert")),
+        ):
             value, least = getattr(self, name), 0 if name == "gather_bytes" else 1
             if type(value) is not int or value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
