@@ -150,7 +150,12 @@ def split_arguments(
     sequence_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return the (args, kwargs) of each of ``parts`` workers; neighbours compute the same, the next ones share sequences."""
+    """Return the (args, kwargs) of each of ``parts`` workers.
+
+    Args:
+        sequence_parallel_size: workers that share sequences.
+        tensor_parallel_size: neighbours that compute the same.
+    """
     sharing = sequence_parallel_size * tensor_parallel_size
 
     def spread(value: object) -> list[Any]:

@@ -117,9 +117,8 @@ class TrainEngine(CheckpointedEngine):
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
         in_replica = data_parallel_size * sequence_parallel_size * tensor_parallel_size
-        if expert_parallel_size > 1 and (
-            expert_parallel_size % tensor_parallel_size or in_replica % expert_parallel_size
-        ):
+        divides = expert_parallel_size % tensor_parallel_size == 0 == in_replica % expert_parallel_size
+        if expert_parallel_size > 1 and not divides:
             raise InvalidInputError(
                 f"expert_parallel_size={expert_parallel_size} must be a multiple of "
                 f"tensor_parallel_size={tensor_parallel_size}, and divide the {in_replica} workers of a replica: "

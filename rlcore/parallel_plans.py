@@ -48,7 +48,7 @@ class Meshes(NamedTuple):
 
 
 class _Rules(NamedTuple):
-    """What a plan says of one model."""
+    """The rules that a plan has for one model."""
 
     parameters: dict[str, str]
     """Name of a parameter -> style."""
@@ -128,7 +128,7 @@ def _heads(model: Any, sizes: Sizes) -> Iterator[str]:
 
 
 def _rules(model: Any, sizes: Sizes) -> tuple[_Rules, _Rules]:
-    """Return what is done by tensor and by expert parallelism. Experts that travel by the one are not cut by the other."""
+    """Return what is done by tensor and by expert parallelism. What the latter has is not cut by the former."""
     experts = _expanded(model, model.ep_plan if sizes.experts > 1 else {})
     tensor = _expanded(model, model.tp_plan if sizes.tensor > 1 else {})
 
@@ -147,10 +147,7 @@ def _expanded(model: Any, plan: Mapping[str, str]) -> _Rules:
         if path in layers or not plan:
             continue
         base = base_name(layers, path)
-        if base is None:
-            style = _style_of_adapter(layers, path, plan)
-        else:
-            style = plan.get(_any_layer(base))
+        style = _style_of_adapter(layers, path, plan) if base is None else plan.get(_any_layer(base))
         if style is not None:
             rules.modules[path] = style
         for leaf, _ in module.named_parameters(recurse=False):

@@ -53,6 +53,7 @@ BASE = {
     "launch",
     "meta",
     "packed",
+    "parallel_plans",
     "plugins",
     "probing",
     "process",

@@ -1,8 +1,8 @@
-"""A step on one long sequence: Ulysses, tensor parallelism and FSDP2 of the train engine, beside torch's context parallel.
+"""A step on one long sequence over two devices: the train engine's ways, beside torch's context parallelism.
 
 The plain loop shards the same model by FSDP2 over the same ranks, recomputes the same blocks, and cuts the sequence for
-torch's ring attention (``torch.distributed.tensor.experimental.context_parallel``), balanced by its own way. Its loss is
-over chunks of rows that are made again in the backward: the logits of all would not fit.
+torch's ring attention (``torch.distributed.tensor.experimental.context_parallel``), balanced as that does it. Its loss
+is over chunks of rows that are made again in the backward: the logits of all would not fit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOLERANCE = 2e-2
 """Between two losses of bfloat16 models, in nats a token: advantages are of the order of 1."""
 
 
-class _Setup(NamedTuple):
+class _Job(NamedTuple):
     """The setup that the contenders share."""
 
     model: ModelShape
@@ -50,7 +50,7 @@ class _Setup(NamedTuple):
     tokens: int
 
 
-class _Steps(NamedTuple):
+class _Taken(NamedTuple):
     """The steps of one contender."""
 
     loss: float
@@ -60,7 +60,7 @@ class _Steps(NamedTuple):
     """The peak of the device that held the most."""
 
 
-def _batch(job: _Setup) -> dict[str, Tensor]:
+def _batch(job: _Job) -> dict[str, Tensor]:
     return packed_batch(job.model.vocabulary, [job.tokens], seed=0)
 
 
@@ -74,7 +74,7 @@ def _timed(step: Callable[[], float], reset_peak: Callable[[], object]) -> tuple
     return loss, seconds
 
 
-def _engine_steps(options: Mapping[str, int], job: _Setup) -> _Steps:
+def _engine_steps(options: Mapping[str, int], job: _Job) -> _Taken:
     """Take the steps of an engine with these sizes of ``build()``."""
     number = 1
     for size in options.values():
@@ -93,7 +93,7 @@ def _engine_steps(options: Mapping[str, int], job: _Setup) -> _Steps:
             lambda: engine.train_batch(batch, loss, max_tokens_per_micro_batch=job.tokens)["loss"],
             lambda: engine.call("reset_peak"),
         )
-        return _Steps(*found, max(report["stats"].peak_allocated_bytes for report in engine.memory_report()))
+        return _Taken(*found, max(report["stats"].peak_allocated_bytes for report in engine.memory_report()))
 
 
 # ----------------------------------------------------------------------------------------------- the plain loop
@@ -133,7 +133,7 @@ def _ring_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask
 class _Ring(BenchWorker):
     """One rank of a loop as torch's tutorial of context parallelism has it, over FSDP2."""
 
-    def run(self, job: _Setup) -> _Steps:
+    def run(self, job: _Job) -> _Taken:
         self.context.process_group(_TIMEOUT_S)
         self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("ring",))
         scored, optimizer = self._build(job)
@@ -161,9 +161,9 @@ class _Ring(BenchWorker):
             return float(total)
 
         loss, seconds = _timed(step, self.device.memory.reset_peak)
-        return _Steps(loss, seconds, self.device.memory.stats().peak_allocated_bytes)
+        return _Taken(loss, seconds, self.device.memory.stats().peak_allocated_bytes)
 
-    def _build(self, job: _Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _build(self, job: _Job) -> tuple[nn.Module, torch.optim.Optimizer]:
         from transformers import AttentionInterface, AttentionMaskInterface  # an extra
 
         AttentionInterface.register("rlcore_bench_ring", _ring_attention)
@@ -189,10 +189,10 @@ class _Ring(BenchWorker):
         return scored, torch.optim.AdamW(scored.parameters(), lr=1e-6, fused=True)
 
 
-def _ring_steps(job: _Setup) -> _Steps:
+def _ring_steps(job: _Job) -> _Taken:
     names = [f"{job.device_type}:{index}" for index in range(_NUM_DEVICES)]
     with worker_processes(_Ring, names, _TIMEOUT_S) as group:
-        found: list[_Steps] = group.call("run", [((job,), {})] * _NUM_DEVICES)
+        found: list[_Taken] = group.call("run", [((job,), {})] * _NUM_DEVICES)
     return found[0]._replace(peak_bytes=max(one.peak_bytes for one in found))
 
 
@@ -205,17 +205,17 @@ def _prepare(tokens: int, device: Device) -> Work:
         raise UnsupportedError(f"this case on {device.count()} {device.spec.name}", "it compares ways to use two")
     model = TINY if is_host else QWEN_0_5B
     dtype = torch.float32 if is_host else torch.bfloat16
-    job = _Setup(model, device.spec.name, dtype, tokens // 128 if is_host else tokens)
+    job = _Job(model, device.spec.name, dtype, tokens // 128 if is_host else tokens)
     job.model.config()  # transformers is there
     losses: list[float] = []
 
-    def contender(name: str, run: Callable[[_Setup], _Steps], num_devices: int = _NUM_DEVICES) -> Contender:
-        def run_alone() -> _Steps:
+    def contender(name: str, run: Callable[[_Job], _Taken], num_devices: int = _NUM_DEVICES) -> Contender:
+        def run_alone() -> _Taken:
             gc.collect()
             device.memory.empty_cache()
             return run(job)
 
-        def check(done: _Steps) -> None:
+        def check(done: _Taken) -> None:
             losses.append(done.loss)
             expect(abs(done.loss - losses[0]) <= _TOLERANCE, f"the loss is {done.loss}, and elsewhere {losses[0]}")
 
@@ -256,7 +256,7 @@ _LONGEST = 131_072
 cases = tuple(
     Case(
         f"train/long_sequence_{tokens // 1024}k",
-        f"a step on one sequence of {tokens // 1024}k tokens over two devices: the engine beside torch's context parallel",
+        f"a step on one sequence of {tokens // 1024}k tokens over two devices, beside torch's context parallelism",
         functools.partial(_prepare, tokens),
         effort="full",
         estimate_s=60.0,

@@ -19,9 +19,9 @@ class RankMeshes(NamedTuple):
     """As one rank sees them."""
 
     fsdp: DeviceMesh
-    """Of one dimension, or of two with replicas (HSDP)."""
+    """One dimension, or two with replicas (HSDP)."""
     experts_fsdp: DeviceMesh
-    """The same of the modules whose experts are on several ranks."""
+    """The ranks that shard modules whose experts are on several ranks."""
     split: Meshes | None
     """None where no rank has a part of a matrix, or some of the experts."""
 
@@ -62,8 +62,8 @@ def _fsdp(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
 def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     """Return a mesh of this engine's own.
 
-    torch takes meshes of one shape and one set of names for equal, and caches results of operations with their mesh: the
-    mesh of another engine in this process, whose groups may be gone, would come back.
+    torch takes meshes of one shape and one set of names for equal, and caches results of operations with their mesh:
+    the mesh of another engine in this process, whose groups may be gone, would come back.
     """
     world = dist.group.WORLD.group_name  # type: ignore[union-attr]
     names = tuple(f"{name}_{world}" for name in sizes)

@@ -193,6 +193,28 @@ def test_checkpoints_and_exports_are_of_no_layout(
         assert_same_bits(loaded[name].detach(), tensor, name)
 
 
+@slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Gemma3", TENSOR_2), ("Qwen3Moe", TENSOR_2 | {"expert_parallel_size": 4}), ("Qwen3Moe", EXPERTS_2)],
+    ids=str,
+)
+def test_weights_reach_samplers_box_by_box(
+    models: Callable[[str], Model], shared_devices: tuple[str, ...], kind: str, options: dict[str, Any]
+) -> None:
+    """Of four workers to two samplers, which compare every byte with what their own loader makes of it."""
+    model, batch = models(kind), packed_batch()
+    engine, truth = model.build(4, **options), model.truth()
+    truth.assert_step(engine.train_batch(batch, ppo_clip()), batch, ppo_clip())
+    with ExitStack() as stack:
+        samplers = [stack.enter_context(rlcore.InferenceEngine(model.folder)) for _ in range(2)]
+        for sampler, device in zip(samplers, shared_devices, strict=False):
+            sampler.build(devices=device, launcher="process")
+        report = engine.sync_weights(samplers, verify=True)
+    assert report.fallback_bytes == 0
+    assert report.moved_bytes == report.needed_bytes, "each byte is read once"
+
+
 # ------------------------------------------------------------------------------------------ who gets which arguments
 
 
