@@ -160,6 +160,10 @@ class TrainEngine(CheckpointedEngine):
     close.__doc__ = CheckpointedEngine.close.__doc__
 
     @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._module.parameters())
+
+    @property
     def _has_adapters(self) -> bool:
         return bool(adapted_layers(self._module))
 

@@ -147,3 +147,12 @@ def check_can_run_triton(device: torch.device) -> None:
 
     interface: Any = get_interface_for_device(device.type)
     interface.raise_if_triton_unavailable(device)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """Return a b times the scales of rows and columns, in bfloat16; ``b`` is stored by columns.
+
+    ``torch.nn.functional.scaled_mm``, which is public, is unknown to the partitioner of torch's compiler: what it
+    returns would be computed again in the backward. Since torch 2.10.
+    """
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)

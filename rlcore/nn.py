@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlcore.compute_dtype import as_stored
 from rlcore.errors import CheckpointError, MissingDependencyError, RlcoreError, UnsupportedError, one_line
 from rlcore.logit_form import LogitForm, measure_logit_form
 from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
@@ -246,7 +247,7 @@ class HuggingFaceTrainModule(TrainModule):
 
     def _measured_form(self) -> LogitForm:
         if self._logit_form is None:
-            with without_foreign_meta():
+            with without_foreign_meta(), as_stored(self):  # its code is run on float64
                 self._logit_form = measure_logit_form(self, self._transformers_class().forward)
         return self._logit_form
 

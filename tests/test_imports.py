@@ -125,6 +125,7 @@ def test_public_names() -> None:
         "list_devices",
         "meta_device",
         "offloaded",
+        "span",
         "swap",
     ]  # fmt: skip
 

@@ -207,6 +207,15 @@ def a_device_without_triton_raises() -> None:
         assert device == "cpu", "the meta device runs triton"
 
 
+@contract("scaled_product")
+def rows_and_columns_have_scales() -> None:
+    a, b = torch.full((16, 32), 2.0), torch.full((48, 32), 3.0)
+    rows, columns = torch.arange(16.0)[:, None], torch.arange(48.0)[None]
+    found = base.scaled_product(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T, rows, columns)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (192 * rows * columns).bfloat16())
+
+
 # -------------------------------------------------------------------------------------------------- collectives
 
 

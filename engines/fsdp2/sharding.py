@@ -33,10 +33,13 @@ from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 from rlcore.engines.fsdp2.meshes import RankMeshes, rank_meshes, sequence_group
 from rlcore.errors import InvalidInputError
+from rlcore.float8_linear import use_float8
 from rlcore.nn import TrainModule
 from rlcore.packed.sequence_parallel import SequenceGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPUTE_DTYPES = DTYPES | {"float8": torch.bfloat16}
+"""Names of compute dtypes -> dtype of everything that is not rounded further for products: see ``float8_linear``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class Sharding:
     """Dtype of the parameters that are trained, and so of the optimizer's states; frozen ones have
     ``compute_dtype``."""
     compute_dtype: str | None = None
-    """Dtype of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
+    """Dtype of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32. "float8" is
+    bfloat16 whose blocks multiply in float8."""
     replicas: int = 1
     """Copies of the weights, each sharded over world size / ``replicas`` ranks (HSDP)."""
     sequence_parallel_size: int = 1
@@ -74,9 +78,9 @@ class Sharding:
 
     def __post_init__(self) -> None:
         compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype
-        for name, value in (("dtype", self.dtype), ("compute_dtype", compute_dtype)):
-            if value not in list(DTYPES):  # a list: some values have no hash
-                raise InvalidInputError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+        for name, value, known in (("dtype", self.dtype, DTYPES), ("compute_dtype", compute_dtype, COMPUTE_DTYPES)):
+            if value not in list(known):  # a list: some values have no hash
+                raise InvalidInputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         recompute = self.activation_checkpointing
         if not isinstance(recompute, bool) and recompute != "selective":
             raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
@@ -103,7 +107,7 @@ class Sharding:
 
     @property
     def torch_compute_dtype(self) -> torch.dtype:
-        return DTYPES[self.compute_dtype or self.dtype]
+        return COMPUTE_DTYPES[self.compute_dtype or self.dtype]
 
 
 def shard(
@@ -119,6 +123,8 @@ def shard(
     """
     retype(module, options.torch_dtype, options.torch_compute_dtype)
     blocks = _blocks(module)
+    if options.compute_dtype == "float8":
+        use_float8(blocks.values(), device)
     is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
     compiler = BlockCompiler()
     for block in blocks.values():

@@ -47,6 +47,14 @@ class Target(ABC):
         """
         return None
 
+    def identity(self) -> str | None:
+        """Return a text that differs wherever the engine's loader, or what it does after loading, might.
+
+        With it a plan that has passed its self-test is kept on disk for later programs (``planning/plan_cache``). None
+        keeps nothing.
+        """
+        return None
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters and buffers, by their names in the meta model.

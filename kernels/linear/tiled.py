@@ -61,19 +61,11 @@ def _budget(problem: LinearHeadProblem) -> int:
     return DEFAULT_BUDGET_BYTES if problem.memory_budget_bytes is None else problem.memory_budget_bytes
 
 
-def _tile_rows(rows: ScaledRows) -> ScaledRows:
-    if isinstance(rows.inverse_temperature, Tensor):
-        return rows
-    return replace(
-        rows, inverse_temperature=torch.full_like(rows.labels, rows.inverse_temperature, dtype=torch.float32)
-    )
-
-
 def _forward(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, *, for_backward: bool
 ) -> LogprobOutput:
     """Save three numbers a row and, for a backward that may overwrite them, the exponentials that fit."""
-    rows, sizes = _tile_rows(problem.rows), (len(hidden_TH), len(weight_VH), _budget(problem))
+    rows, sizes = problem.rows.with_factors(), (len(hidden_TH), len(weight_VH), _budget(problem))
     masked_TH, weight_VH, bias_V = _aligned(rows.zero_ignored_rows(hidden_TH)), _aligned(weight_VH), _widened(bias_V)
     strip = strip_fitting(*sizes) if for_backward else Strip(0, rows_scored_at_once(*sizes))
     exponentials_TV = _strip_workspace(hidden_TH, strip.num_columns)
@@ -92,7 +84,7 @@ def _forward(
         return found.logprob, found.entropy, found.normaliser
 
     parts = zip(*(scored(run) for run in row_chunks(len(hidden_TH), strip.num_rows)), strict=True)
-    logprob_T, entropy_T, normaliser_T = (None if part[0] is None else torch.cat(part) for part in parts)
+    logprob_T, entropy_T, normaliser_T = (_joined(part) for part in parts)
     assert logprob_T is not None and normaliser_T is not None
     return LogprobOutput(logprob_T, entropy_T, (normaliser_T,), (peak_KT, exponentials_TV) if for_backward else ())
 
@@ -107,7 +99,7 @@ def _backward(
     output: LogprobOutput,
     grad_output: GradOutput,
 ) -> Gradients:
-    rows = _tile_rows(problem.rows)
+    rows = problem.rows.with_factors()
     masked_TH, weight_VH = _aligned(rows.zero_ignored_rows(hidden_TH)), _aligned(weight_VH)
     peak_JT, exponentials_TV = output.workspace or (None, None)
     statistics = TileStatistics(output.logprob, output.entropy, output.residuals[0], peak_JT)  # type: ignore[arg-type]
@@ -125,6 +117,12 @@ def _backward(
         dlogits_from_product(masked_TH, weight_VH, wide_bias_V, columns, rows, statistics, terms, out=out)
         gradients.add(columns, out)
     return gradients.totals()
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the parts as one; a single one as it is, for each small launch delays the large ones."""
+    first, *others = parts
+    return first if first is None or not others else torch.cat([part for part in parts if part is not None])
 
 
 def _sum_over_rows(a_TV: Tensor, b_TH: Tensor, *, out: Tensor) -> None:
@@ -180,7 +178,7 @@ class _TiledWork(SummingWork):
 
     def __init__(self, inputs: HeadInputs, problem: LinearHeadProblem, rows_per_chunk: int) -> None:
         hidden_TH, weight_VH, bias_V = inputs
-        self._rows, self._with_entropy = _tile_rows(problem.rows), problem.with_entropy
+        self._rows, self._with_entropy = problem.rows.with_factors(), problem.with_entropy
         self._hidden_TH = hidden_TH.detach()
         self._weight_VH, self._bias_V = _aligned(weight_VH.detach()), _widened(bias_V)
         needs = Needs.of(*inputs)

@@ -28,6 +28,7 @@ from rlcore.cli.chaos import chaos
 from rlcore.cli.checkpoint import checkpoint
 from rlcore.cli.console import PLAIN, AsJson, DeviceName, given_path, print_json, print_table
 from rlcore.cli.plan import plan
+from rlcore.cli.trace import trace
 from rlcore.cli.train import train
 from rlcore.errors import RlcoreError, printable
 from rlcore.settings import Settings
@@ -48,6 +49,7 @@ app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(ops, name="ops")
 app.command("chaos")(chaos)
 app.command("plan")(plan)
+app.command("trace", context_settings={"allow_interspersed_args": False})(trace)
 app.command("train")(train)
 
 

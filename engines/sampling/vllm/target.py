@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore._torch_private import storage_key
@@ -16,9 +19,14 @@ from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
+from rlcore.engines.weight_sync.planning.module_identity import module_identity
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
 from rlcore.weights.source import TensorSlices, WeightSource, in_files
+
+_PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
+_VARIABLES = ("VLLM_", "FLASHINFER_")
+_PLACES = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT")
 
 
 class VllmTarget(Target):
@@ -33,6 +41,11 @@ class VllmTarget(Target):
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
         return meta_model(self._vllm_config)
+
+    def identity(self) -> str:
+        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
+        device = self.device.properties().name, self.device.versions()
+        return repr((_versions(), _environment(), ranks, device, module_identity(self._model)))
 
     def checkpoint(self) -> dict[str, Tensor] | None:
         """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
@@ -97,6 +110,21 @@ class VllmTarget(Target):
 
     def committed(self, version: int) -> None:
         """Do nothing: the replica drops what was computed with earlier weights."""
+
+
+def _versions() -> list[str]:
+    """Return the packages whose kernels decide how weights lie, as far as they are installed."""
+    found = []
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return found
+
+
+def _environment() -> list[str]:
+    """Return the variables that choose kernels. Addresses and ports, which differ each time, choose nothing."""
+    named = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    return sorted(f"{name}={value}" for name, value in named.items() if not name.endswith(_PLACES))
 
 
 def _on_meta(found: TensorSlices) -> Tensor:

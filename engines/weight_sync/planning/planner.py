@@ -12,6 +12,7 @@ from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import Replicas, SyncPlan, make_plan, misfits, nearest_rank, replicas
+from rlcore.engines.weight_sync.planning.plan_cache import PlanCache
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
 from rlcore.engines.weight_sync.target import Target
@@ -48,11 +49,16 @@ class Planner:
         self._unreached = list(unreached)
         self._number = number
         self._distances = [_distance(one, receiver, not why) for one, why in zip(senders, unreached, strict=True)]
+        self._target = target
+        self._cache = PlanCache.of(target, manifest, self._distances, number)
+        kept = None if self._cache is None else self._cache.load(manifest, target.tensors())
+        if kept is not None:
+            self.plan, self.is_tested = kept, True
+            return
         self._trace = trace_loader(*target.meta_model(), manifest, live=target.tensors())
         if refusal := self._trace.refusal or missing_part(self._trace, target):
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
         written = [one.destination for one in self._trace.written]
-        self._target = target
         self._excluded = misfits(written, target.tensors())
         self.plan = self._make(self._trace, self._excluded)
         self.is_tested = target.is_plain or not self.plan.pieces
@@ -96,11 +102,18 @@ class Planner:
         return make_plan(trace, excluded=excluded, distances=self._distances, spread=self._number)
 
     def run_self_test(self) -> None:
-        """Leave to the engine's own loader what the plan gets wrong. Overwrites all that the plan writes."""
+        """Leave to the engine's own loader what the plan gets wrong. Overwrites all that the plan writes.
+
+        A plan that an earlier program has tested is not tested again, though others in this round are.
+        """
+        if self.is_tested:
+            return
         wrong = run_self_test(self.plan, self.manifest, self._target.tensors, self._target.reload)
         self._excluded |= wrong
         self.plan = self._make(self._trace, self._excluded)
         self.is_tested = True
+        if self._cache is not None:
+            self._cache.store(self.plan)
 
     @property
     def fallback(self) -> list[str]:
