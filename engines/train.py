@@ -139,7 +139,7 @@ class TrainEngine(CheckpointedEngine):
             self._module.check_split(self._sizes)
 
     def _check_takes_tensor_parallelism(self, options: dict[str, Any]) -> None:
-        """Check the options with ``tensor_parallel_size``, which ``Engine.build`` keeps: it places the workers by it."""
+        """Check options with ``tensor_parallel_size``, which ``Engine.build`` keeps: it places the workers by it."""
         options_class = self._executor_class.options_class
         if options_class is None or "tensor_parallel_size" not in {one.name for one in fields(options_class)}:
             raise UnsupportedError(
