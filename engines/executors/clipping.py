@@ -25,26 +25,26 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     ``torch.nn.utils.get_total_norm`` dispatches every one of hundreds of sharded tensors in Python, and the device
     waited 8 ms: here it gets local tensors. Those that are cut along the same dimensions of a mesh are summed at once.
     """
-    by_cut: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    by_cut: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
     for gradient in gradients:
         by_cut.setdefault(_cut(gradient), []).append(local_part(gradient))
-    if by_cut.keys() <= {None}:
-        return torch.nn.utils.get_total_norm(by_cut.get(None, []))
+    if by_cut.keys() <= {()}:
+        return torch.nn.utils.get_total_norm(by_cut.get((), []))
     squares = []
     for cut, parts in by_cut.items():
         squared = torch.nn.utils.get_total_norm(parts).square()
-        for dim in () if cut is None else cut[1]:
-            dist.all_reduce(squared, group=cut[0].get_group(dim))
+        for mesh, dim in cut:
+            dist.all_reduce(squared, group=mesh.get_group(dim))
         squares.append(squared)
     return torch.stack(squares).sum().sqrt()
 
 
-def _cut(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """Return the mesh and those of its dimensions along which ranks hold other elements; None if there are none."""
+def _cut(gradient: Tensor) -> tuple[tuple[DeviceMesh, int], ...]:
+    """Return the dimensions of the mesh along which ranks hold other elements."""
     if not isinstance(gradient, DTensor):
-        return None
-    dims = tuple(dim for dim, one in enumerate(gradient.placements) if not isinstance(one, Replicate))
-    return gradient.device_mesh, dims
+        return ()
+    mesh, placements = gradient.device_mesh, gradient.placements
+    return tuple((mesh, dim) for dim, one in enumerate(placements) if not isinstance(one, Replicate))
 
 
 def clip_and_step(

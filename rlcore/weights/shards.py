@@ -70,11 +70,11 @@ def _over_all(tensor: DTensor) -> list[Any]:
     """Return a placement for each dimension of the mesh of which the tensor's has some dimensions."""
     mesh = tensor.device_mesh
     root = root_of(mesh)
-    names, placements = root.mesh_dim_names, list(tensor.placements)
-    if root is mesh or names is None or not set(mesh.mesh_dim_names or ("",)) < set(names):
+    names, placements = mesh.mesh_dim_names or (), list(tensor.placements)
+    if root is mesh or not names or not set(names) < set(root.mesh_dim_names or ()):
         return placements
-    own = dict(zip(mesh.mesh_dim_names, placements, strict=True))
-    return [own.get(name, Replicate()) for name in names]
+    own = dict(zip(names, placements, strict=True))
+    return [own.get(name, Replicate()) for name in root.mesh_dim_names]
 
 
 def pairs_of(bounds: Bounds, shape: Sequence[int]) -> list[tuple[int, int]]:
