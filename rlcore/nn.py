@@ -300,6 +300,16 @@ class HuggingFaceTrainModule(TrainModule):
         return next(base for base in models if not issubclass(base, TrainModule))
 
     @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Compute experts as the model's own class does, by torch's grouped product where it has one.
+
+        transformers looks for the answer in the file of a class, where a derived one does not have it, and would loop
+        over experts in Python.
+        """
+        found = getattr(cls._transformers_class(), "_can_set_experts_implementation", None)
+        return found is not None and bool(found())
+
+    @classmethod
     def _take_over_conversions(cls) -> None:
         """Let transformers' loader convert what it converts for its own class; it finds conversions by a class's name.
 

@@ -242,7 +242,7 @@ def _prepare(tokens: int, device: Device) -> Work:
             engine("engine, tensor parallel", tensor_parallel_size=_NUM_DEVICES),
             engine("engine on one device"),
         ]
-    params = {
+    params: dict[str, int | float | str] = {
         "model": model.name,
         "tokens": job.tokens,
         "dtype": str(dtype).removeprefix("torch."),
