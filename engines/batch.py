@@ -3,8 +3,9 @@
     padded   input_ids [N, L] with attention_mask [N, L]
     packed   input_ids [T] with cu_seqlens [N+1]
 
-Every other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and
-advantages belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
+``routed_experts``, of a mixture of experts, has [N, L, layers, experts a token] or [T, layers, experts a token]. Every
+other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and advantages
+belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences.
 """
@@ -21,6 +22,8 @@ from rlcore.arguments import LIST, takes
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
+from rlcore.routing.replay import joined_routes
+from rlcore.routing.routers import ROUTES
 
 
 @takes("collate()", outputs=LIST)
@@ -34,7 +37,8 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
     Returns:
         ``input_ids`` [N, L] int64 (prompt and completion, right-padded), ``attention_mask`` and ``loss_mask`` [N, L]
         bool (True on completion tokens), ``old_logprobs`` [N, L] float32 (the sampler's; 0 elsewhere), and each of
-        ``per_sequence`` as [N].
+        ``per_sequence`` as [N]. If completions have them, also ``routed_experts`` [N, L, layers, experts a token]
+        int16, -1 where none are known.
 
     Raises:
         InvalidInputError: no completion, another number of values than completions, or a NaN or infinity for one that
@@ -59,6 +63,8 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
         batch["attention_mask"][row, :stop] = True
         batch["loss_mask"][row, start:stop] = True
         batch["old_logprobs"][row, start:stop] = torch.tensor(completion.logprobs)
+    routes = joined_routes([completion.routed_experts for _, completion in sequences], shape)
+    batch |= {} if routes is None else {ROUTES: routes}
     is_trained_N = batch["loss_mask"].any(1)
     return batch | {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
 
@@ -133,6 +139,13 @@ def _check_layout(input_ids: Tensor, cu_seqlens: Tensor) -> None:
 
 def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:
     num_sequences, num_tokens = len(lengths_N), int(lengths_N.sum())
+    if name == ROUTES:
+        if value.ndim != 3 or len(value) != num_tokens or value.is_floating_point():
+            raise InvalidInputError(
+                f"{ROUTES} must be whole numbers of shape [{num_tokens} tokens, layers, experts a token], got "
+                f"{value.dtype} {list(value.shape)} of packed tokens"
+            )
+        return value.to(torch.int16)
     if value.shape == (num_tokens,):
         return value
     if value.shape == (num_sequences,):

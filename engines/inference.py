@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from rlcore.arguments import AT_LEAST_0, FLAG, LIST, PATH, TEXT, Kind, optional, takes
 from rlcore.engines.engine import Engine
 from rlcore.engines.executors.base import InferenceExecutor
@@ -96,6 +98,20 @@ class InferenceEngine(Engine, ReceivingEngine):
         params = params_of_each(each, sampling_params)
         with progress_bar("Generating", sum(one.n for one in params), progress) as advance:
             return self._router.generate(each, params, version=self._version, advance=advance)
+
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return what each part of the model computes of one sequence, [tokens, width] on the host.
+
+        Names are those of ``rlcore.activations``, such as "embedding" and "layers.3.attention"; of "head", the logits,
+        there is the last token alone. Of several replicas the first answers.
+
+        Raises:
+            UnsupportedError: the executor cannot look inside its model.
+        """
+        self._require_ready("activations()")
+        prompts_of([token_ids])
+        found: dict[str, Tensor] = self._call(InferenceExecutor.activations, list(token_ids))[0]
+        return found
 
     def submit(
         self,

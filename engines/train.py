@@ -18,6 +18,7 @@ from rlcore.engines.batch import check_values, loss_mask_of, padded, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.mismatch_cause import mismatch_warning
 from rlcore.engines.need_parallel import (
     Gather,
     check_gather,
@@ -36,6 +37,8 @@ from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
 from rlcore.parallel_plans import Sizes
+from rlcore.routing.replay import check_routes
+from rlcore.routing.routers import ROUTES
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
 from rlcore.weights.view import Adapters
@@ -76,6 +79,7 @@ class TrainEngine(CheckpointedEngine):
         self._module = module
         self._weight_sync = WeightSync()
         self._sizes = Sizes()
+        self._has_warned_of_mismatch = False
         super().__init__(executor)
 
     def build(
@@ -255,6 +259,10 @@ class TrainEngine(CheckpointedEngine):
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
+            Of a batch with the sampler's log-probs (``rollout_logprobs``, or else ``old_logprobs``) also
+            ``mismatch/mean``, ``/p99``, ``/bias`` and ``/effective_sample_size``: how far the trainer's are from them.
+            Of a batch with ``routed_experts``, which the model's routers take instead of their own,
+            ``expert_load/max_over_mean`` and ``/entropy``.
 
         Raises:
             InvalidInputError: token ids outside the vocabulary, a NaN on a token that is trained on, or a
@@ -278,6 +286,9 @@ class TrainEngine(CheckpointedEngine):
             )
         self._num_changes += 1
         metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, options, loss_fn)
+        if not self._has_warned_of_mismatch and (warning := mismatch_warning(metrics, packed, self._module)):
+            self._has_warned_of_mismatch = True  # it would be the same at each step
+            _log.warning("%s", warning)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
@@ -320,6 +331,7 @@ class TrainEngine(CheckpointedEngine):
         )
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
         check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
+        check_routes(self._module, packed)
         return packed | {WEIGHT: weight_T}
 
     @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
@@ -348,6 +360,7 @@ class TrainEngine(CheckpointedEngine):
         )
         scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
+        check_routes(self._module, packed)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
         return logprob_T if "cu_seqlens" in batch else padded(logprob_T, batch)
 
@@ -453,7 +466,7 @@ class TrainEngine(CheckpointedEngine):
         self._residency.set("weights", State.LOADED)
 
 
-_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
+_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask", ROUTES)
 
 
 def _check_module(module: TrainModule) -> None:

@@ -301,13 +301,11 @@ class HuggingFaceTrainModule(TrainModule):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Compute experts as the model's own class does, by torch's grouped product where it has one.
-
-        transformers looks for the answer in the file of a class, where a derived one does not have it, and would loop
-        over experts in Python.
+        """Answer for transformers' class: transformers looks at the source of a class's module, here the user's, and
+        would compute one expert after the other.
         """
-        found = getattr(cls._transformers_class(), "_can_set_experts_implementation", None)
-        return found is not None and bool(found())
+        own = getattr(cls._transformers_class(), "_can_set_experts_implementation", None)
+        return own is not None and bool(own())
 
     @classmethod
     def _take_over_conversions(cls) -> None:

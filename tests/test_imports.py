@@ -23,6 +23,7 @@ HEAVY = {
     "ray",
     "rich",
     "safetensors",
+    "sglang",
     "torch",
     "transformers",
     "triton",

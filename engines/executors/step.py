@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.device import Device
+from rlcore.engines.executors.expert_load import ExpertLoad
 from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
+from rlcore.engines.executors.mismatch import Mismatch, has_sampler_logprobs
 from rlcore.engines.executors.shared_sequences import loss_of_shared_sequences
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
@@ -25,6 +28,8 @@ from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
+from rlcore.routing.replay import replaying
+from rlcore.routing.routers import ROUTES, routers_of
 
 _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
@@ -92,14 +97,20 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 
 
 def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
-    metrics, phase = _Metrics(), strategy.device.profiler.range
+    metrics, phase = _Metrics.of(strategy, batch), strategy.device.profiler.range
+    watched = metrics.watching(loss_fn)
     for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
-        with phase("train_batch: forward and loss"):
-            loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, loss_fn, options))
-        with phase("train_batch: backward"):
-            strategy.backward(loss, is_last=number == batch.num_micro_batches)
-        metrics.add(loss.detach(), stats, weight)
+        with _replaying(strategy.module, micro_batch):  # the backward may compute blocks again
+            with phase("train_batch: forward and loss"):
+                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
+            with phase("train_batch: backward"):
+                strategy.backward(loss, is_last=number == batch.num_micro_batches)
+        metrics.add(loss.detach(), stats, weight, micro_batch.routes)
     return metrics
+
+
+def _replaying(module: TrainModule, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    return replaying(module, micro_batch.routes, micro_batch.tokens["cu_seqlens"])
 
 
 def _trained(strategy: ShardingStrategy, batch: RankBatch, options: LossOptions) -> Iterator[MicroBatch]:
@@ -146,12 +157,13 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    metrics = _Metrics()
+    metrics, phase = _Metrics.of(strategy, batch), strategy.device.profiler.range
+    watched = metrics.watching(loss_fn)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in _trained(strategy, batch, options):
-            with strategy.device.profiler.range("eval_batch: forward and loss"):
-                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, loss_fn, options))
-            metrics.add(loss, stats, weight)
+            with phase("eval_batch: forward and loss"), _replaying(strategy.module, micro_batch):
+                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
+            metrics.add(loss, stats, weight, micro_batch.routes)
     return _begin_reading(metrics.joined(strategy.num_alike), strategy.device)()
 
 
@@ -161,9 +173,24 @@ class _Metrics:
 
     rows: list[dict[str, Tensor]] = field(default_factory=list)
     """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
+    mismatch: Mismatch | None = None
+    expert_load: ExpertLoad | None = None
 
-    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor) -> None:
+    @staticmethod
+    def of(strategy: ShardingStrategy, batch: RankBatch) -> _Metrics:
+        """Return those of a batch: with the sampler's mismatch and the load of experts if it has their entries."""
+        device = strategy.device.torch_device
+        mismatch = Mismatch(device) if has_sampler_logprobs(batch.packed) else None
+        load = ExpertLoad(routers_of(strategy.module), device) if ROUTES in batch.packed else None
+        return _Metrics(mismatch=mismatch, expert_load=load)
+
+    def watching(self, loss_fn: LossFn) -> LossFn:
+        return loss_fn if self.mismatch is None else self.mismatch.watching(loss_fn)
+
+    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor, routes: Tensor | None) -> None:
         self.rows.append({"loss": loss, "weight": weight, **stats})
+        if self.expert_load is not None and routes is not None:
+            self.expert_load.add(routes)
 
     def joined(self, num_alike: int) -> dict[str, Tensor]:
         """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says.
@@ -179,7 +206,10 @@ class _Metrics:
         columns = dict(zip(self.rows[0], table.unbind(1), strict=True))
         loss, weight = columns.pop("loss").sum(), columns.pop("weight")
         fraction = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
-        return {"loss": loss} | {name: _join(name, values, fraction) for name, values in columns.items()}
+        found = {"loss": loss} | {name: _join(name, values, fraction) for name, values in columns.items()}
+        for part in (self.mismatch, self.expert_load):
+            found |= {} if part is None else part.joined()
+        return found
 
 
 def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
@@ -200,7 +230,8 @@ def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, device):
             with strategy.device.profiler.range("forward_logprobs: forward"):
                 (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], device)
-                logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
+                with _replaying(strategy.module, micro_batch):
+                    logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
                 logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
         if dist.get_rank() % strategy.num_alike:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from torch import Tensor
+
 from rlcore.engines.sampling.completion import Completion, FinishReason, VersionSpan
 from rlcore.engines.sampling.model_folder import ModelFolder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
@@ -71,13 +73,19 @@ class PromptReader:
             )
 
     def completion(
-        self, token_ids: list[int], logprobs: list[float], *, is_stopped: bool, spans: tuple[VersionSpan, ...]
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        *,
+        is_stopped: bool,
+        spans: tuple[VersionSpan, ...],
+        routed_experts: Tensor | None = None,
     ) -> Completion:
         """Return sampled tokens as a ``Completion``; ``is_stopped``: the last one is a stop token."""
         reason: FinishReason = "stop" if is_stopped else "length"
         spoken = token_ids[:-1] if is_stopped else token_ids
         text = "" if self.tokenizer is None else self.tokenizer.decode(spoken, skip_special_tokens=True)
-        return Completion(token_ids, logprobs, text, reason, spans)
+        return Completion(token_ids, logprobs, text, reason, spans, routed_experts)
 
 
 def prompts_of(given: Any) -> list[Prompt]:

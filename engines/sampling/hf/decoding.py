@@ -9,7 +9,7 @@ V = vocabulary, E = stop tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlcore.engines.sampling.completion import VersionSpan
 from rlcore.engines.sampling.hf.sampler import Sampler
 from rlcore.engines.sampling.hf.schedule import SampleRequest
 from rlcore.errors import RlcoreError
+from rlcore.routing.record import RouteRecorder
 
 # Activations of one forward pass: at 16384 tokens a 7B model's widest layer takes 0.6 GB in bfloat16.
 _MAX_PREFILL_TOKENS = 16384
@@ -37,6 +38,8 @@ class Decoded:
     is_stopped: bool
     """The last token is a stop token."""
     spans: tuple[VersionSpan, ...]
+    routed_experts: Tensor | None = None
+    """[tokens, layers, experts a token], of all tokens that ran."""
 
 
 @dataclass(slots=True)
@@ -75,8 +78,11 @@ class BatchDecoder:
         *,
         eos_token_ids: Sequence[int],
         max_positions: int | None,
+        recorder: RouteRecorder | None = None,
     ) -> None:
-        self._module = module
+        self._module, self._recorder = module, recorder
+        self._prompt_routes: list[Tensor] = []  # [P, columns, layers, experts] of each part of the prompts
+        self._step_routes: list[Tensor] = []  # [N, layers, experts] of each new token that ran
         self._samples = samples
         self._max_positions = max_positions
         self._device: torch.device = module.get_input_embeddings().weight.device
@@ -188,7 +194,8 @@ class BatchDecoder:
         for start in range(0, num_columns, chunk):
             end = min(start + chunk, num_columns)
             visible = mask_PL[:, :end] if is_padded else None
-            logits_PV = self._forward(token_PL[:, start:end], position_PL[:, start:end], visible)
+            logits_PV, routes = self._forward(token_PL[:, start:end], position_PL[:, start:end], visible)
+            self._prompt_routes += [] if routes is None else [routes]
         index_of = {prompt: index for index, prompt in enumerate(self._prompts)}
         prompt_N = self._tensor([index_of[sample.prompt] for sample in self._samples])
         self._cache.reorder_cache(prompt_N)
@@ -215,21 +222,33 @@ class BatchDecoder:
             position_B = position_B.clamp(max=self._max_positions - 1)
         num_columns = self._num_prompt_columns + step + 1
         visible = None if rows.mask_BL is None else rows.mask_BL[:, :num_columns]
-        return self._forward(token_B[:, None], position_B[:, None], visible)
-
-    def _forward(self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Return the logits [B, V] of the last column; the cache grows by the columns given."""
-        output = self._module(
-            input_ids=token_BL,
-            position_ids=position_BL,
-            attention_mask=mask_BL,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self._cache = output.past_key_values
-        logits_BV: Tensor = output.logits[:, -1]
+        logits_BV, routes = self._forward(token_B[:, None], position_B[:, None], visible)
+        if routes is not None:
+            of_samples = routes.new_zeros(len(self._samples), *routes.shape[2:])
+            self._step_routes.append(of_samples.index_copy_(0, rows.sample_B, routes[:, 0]))
         return logits_BV
+
+    def _forward(self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [B, V] of the last column, and the experts [B, L, layers, experts] if they are recorded.
+
+        The cache grows by the columns given.
+        """
+        inputs = {
+            "input_ids": token_BL,
+            "position_ids": position_BL,
+            "attention_mask": mask_BL,
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        routes = None
+        if self._recorder is None:
+            output = self._module(**inputs)
+        else:
+            output, route_R = self._recorder.run(**inputs)
+            routes = route_R.view(*token_BL.shape, *route_R.shape[1:])
+        self._cache = output.past_key_values
+        return output.logits[:, -1], routes
 
     def _padded_prompts(self) -> tuple[Tensor, Tensor]:
         width = self._num_prompt_columns
@@ -260,9 +279,23 @@ class BatchDecoder:
             strict=True,
         )
         return [
-            Decoded(tokens[:n], logprobs[:n], stopped, _spans(self._version_S[:n]))
-            for tokens, logprobs, n, stopped in columns
+            Decoded(tokens[:n], logprobs[:n], stopped, _spans(self._version_S[:n]), routes)
+            for (tokens, logprobs, n, stopped), routes in zip(
+                columns, self._routes(samples, length_N.tolist()), strict=True
+            )
         ]
+
+    def _routes(self, samples: Sequence[int], lengths: Sequence[int]) -> Iterator[Tensor | None]:
+        """Yield the experts of the tokens of each sample that ran: all but its last one."""
+        if self._recorder is None:
+            yield from [None] * len(samples)
+            return
+        prompts = torch.cat(self._prompt_routes, dim=1).cpu()
+        steps = [route_N.cpu() for route_N in self._step_routes]
+        for sample, length in zip(samples, lengths, strict=True):
+            prompt = self._samples[sample].prompt
+            of_prompt = prompts[self._prompts.index(prompt), self._num_prompt_columns - len(prompt) :]
+            yield torch.stack([*of_prompt, *(route_N[sample] for route_N in steps[: length - 1])])
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._device)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from rlcore.activations import recording
 from rlcore.arguments import COUNT
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.launchers.worker import WorkerContext
@@ -39,6 +41,7 @@ from rlcore.errors import (
     UnsupportedError,
     one_line,
 )
+from rlcore.routing.record import RouteRecorder
 from rlcore.weights.names import mismatch
 
 # Fractions of the free device memory. A step copies one layer's cache while it grows, and the allocator keeps blocks of
@@ -59,6 +62,8 @@ class HfOptions:
     """Most completions that are decoded together; None fits a quarter of the free device memory."""
     max_num_tokens: int | None = None
     """Most tokens that are cached at a time; None fits half of the free device memory."""
+    enable_return_routed_experts: bool = False
+    """Completions have the experts of each token; vLLM's name."""
 
     def __post_init__(self) -> None:
         _dtype(self.dtype)
@@ -66,6 +71,9 @@ class HfOptions:
             value = getattr(self, name)
             if value is not None and not COUNT.has(value):
                 raise InvalidInputError(f"{name} must be {COUNT.words} or None, got {value!r}")
+        if not isinstance(self.enable_return_routed_experts, bool):
+            given = self.enable_return_routed_experts
+            raise InvalidInputError(f"enable_return_routed_experts must be True or False, got {given!r}")
 
 
 class HfExecutor(InferenceExecutor):
@@ -106,6 +114,7 @@ class HfExecutor(InferenceExecutor):
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self._reader = PromptReader(folder, self._max_positions)
         self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
+        self._recorder = RouteRecorder(module) if chosen.enable_return_routed_experts else None
         self._cached_token_bytes = self._measure_cached_token()
         self._queue = DecodingQueue(
             read=self._reader.read,
@@ -161,6 +170,12 @@ class HfExecutor(InferenceExecutor):
             for output, prompt in zip(outputs, prompts, strict=True)
         ]
 
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        tokens = torch.tensor([list(token_ids)], device=self.device.torch_device)
+        with torch.inference_mode(), recording(self.module) as found:
+            self.module(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return found
+
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
     ) -> None:
@@ -182,7 +197,13 @@ class HfExecutor(InferenceExecutor):
         self._queue.resume()
 
     def _decoder(self, module: Any, batch: Sequence[SampleRequest]) -> BatchDecoder:
-        return BatchDecoder(module, batch, eos_token_ids=self._reader.stop_token_ids, max_positions=self._max_positions)
+        return BatchDecoder(
+            module,
+            batch,
+            eos_token_ids=self._reader.stop_token_ids,
+            max_positions=self._max_positions,
+            recorder=self._recorder,
+        )
 
     def _outputs(self, samples: list[SampleRequest], decoded: Mapping[tuple[int, int], Decoded]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -194,7 +215,11 @@ class HfExecutor(InferenceExecutor):
 
     def _completion(self, decoded: Decoded) -> Completion:
         return self._reader.completion(
-            decoded.token_ids, decoded.logprobs, is_stopped=decoded.is_stopped, spans=decoded.spans
+            decoded.token_ids,
+            decoded.logprobs,
+            is_stopped=decoded.is_stopped,
+            spans=decoded.spans,
+            routed_experts=decoded.routed_experts,
         )
 
     def _batch_limits(self) -> tuple[int, int]:

@@ -16,12 +16,12 @@ from typing import Any
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.replica.jobs import PromptJob, RunningSample
+from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine, VllmRequestOutput
-from rlcore.engines.sampling.vllm.jobs import PromptJob, RunningSample
-from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
 from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
 PAUSED = "a pause"
@@ -73,6 +73,11 @@ class Replica:
             self._num_waiting -= 1
             yield
             self._changed.notify_all()
+
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self._version
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -226,6 +231,7 @@ class Replica:
             sample.logprobs,
             is_stopped=sampled.finish_reason == "stop",
             spans=tuple(sample.spans),
+            routed_experts=versions.routed_experts(sampled),
         )
         if (done := job.output) is not None:
             self._done[job.number] = done

@@ -77,6 +77,12 @@ def prepare() -> str:
     return version
 
 
+def routed_experts(sampled: Any) -> Tensor | None:
+    """Return the experts of a completion's tokens, [tokens, layers, experts a token] int16, if vLLM recorded them."""
+    found = getattr(sampled, "routed_experts", None)  # a NumPy array, which older versions do not have
+    return None if found is None else torch.tensor(found.astype("int16"))
+
+
 def check_version(version: str) -> None:
     """Refuse a version that is older than rlcore knows, and warn of a newer one: most go on as the last one did.
 
