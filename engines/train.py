@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
-from rlcore.engines.batch import check_values, loss_mask_of, padded, to_packed
+from rlcore.engines.batch import Batch, check_values, loss_mask_of, padded, separated, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
@@ -39,6 +39,7 @@ from rlcore.nn import TrainModule
 from rlcore.parallel_plans import Sizes
 from rlcore.routing.replay import check_routes
 from rlcore.routing.routers import ROUTES
+from rlcore.sequence_input import SequenceInput
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
 from rlcore.weights.view import Adapters
@@ -233,7 +234,7 @@ class TrainEngine(CheckpointedEngine):
     @takes("train_batch()", **_LOSS_KINDS, max_grad_norm=optional(NUMBER))
     def train_batch(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
         loss_fn: Callable[..., Any],
         *,
         token_weights: Mode = "token-mean",
@@ -277,7 +278,7 @@ class TrainEngine(CheckpointedEngine):
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        packed = self._weighted(batch, token_weights, max_length)
+        packed, inputs = self._weighted(batch, token_weights, max_length)
         num_tokens = int((packed[WEIGHT] != 0).sum())
         if not num_tokens:
             _log.warning(
@@ -285,7 +286,7 @@ class TrainEngine(CheckpointedEngine):
                 "leave such a batch out"
             )
         self._num_changes += 1
-        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, options, loss_fn)
+        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, inputs, options, loss_fn)
         if not self._has_warned_of_mismatch and (warning := mismatch_warning(metrics, packed, self._module)):
             self._has_warned_of_mismatch = True  # it would be the same at each step
             _log.warning("%s", warning)
@@ -294,7 +295,7 @@ class TrainEngine(CheckpointedEngine):
     @takes("eval_batch()", **_LOSS_KINDS)
     def eval_batch(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
         loss_fn: Callable[..., Any],
         *,
         token_weights: Mode = "token-mean",
@@ -314,13 +315,16 @@ class TrainEngine(CheckpointedEngine):
         options = LossOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, with_entropy=with_entropy
         )
-        packed = self._weighted(batch, token_weights, max_length)
-        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.evaluate, packed, options, loss_fn)
+        packed, inputs = self._weighted(batch, token_weights, max_length)
+        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.evaluate, packed, inputs, options, loss_fn)
         return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
 
-    def _weighted(self, batch: Mapping[str, Tensor], mode: Mode, max_length: int | None) -> dict[str, Tensor]:
-        """Return the batch packed and checked, with the weight of each token in the loss."""
-        packed = to_packed(batch)
+    def _weighted(
+        self, batch: Batch, mode: Mode, max_length: int | None
+    ) -> tuple[dict[str, Tensor], Mapping[str, SequenceInput]]:
+        """Return the batch packed and checked, with the weight of each token in the loss; and what is beside tokens."""
+        tensors, inputs = separated(batch)
+        packed = to_packed(tensors)
         if WEIGHT in packed:
             raise InvalidInputError(
                 f"a batch cannot have an entry {WEIGHT!r}, which comes of token_weights={mode!r}; to weight tokens "
@@ -332,12 +336,24 @@ class TrainEngine(CheckpointedEngine):
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
         check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
         check_routes(self._module, packed)
-        return packed | {WEIGHT: weight_T}
+        return packed | {WEIGHT: weight_T}, self._prepared(packed, inputs)
+
+    def _prepared(
+        self, packed: Mapping[str, Tensor], inputs: Mapping[str, SequenceInput]
+    ) -> Mapping[str, SequenceInput]:
+        """Return all that ``hidden_states`` needs beside the tokens."""
+        found = self._module.prepare_inputs(packed, inputs)
+        if found and self._sequence_parallel_size > 1:
+            raise UnsupportedError(
+                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sequence_parallel_size}",
+                "the tokens of an image would be on several ranks; build with sequence_parallel_size=1",
+            )
+        return found
 
     @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
     def forward_logprobs(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
         *,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -351,7 +367,8 @@ class TrainEngine(CheckpointedEngine):
             when the batch has one.
         """
         self._require("weights", "forward_logprobs()")
-        packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
+        tensors, given = separated(batch)
+        packed = to_packed({name: tensors[name] for name in _LAYOUT if name in tensors})
         options = ScoreOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             temperature=temperature,
@@ -361,11 +378,17 @@ class TrainEngine(CheckpointedEngine):
         scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
         check_routes(self._module, packed)
-        logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
-        return logprob_T if "cu_seqlens" in batch else padded(logprob_T, batch)
+        inputs = self._prepared(packed, given)
+        logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, inputs, options)
+        return logprob_T if "cu_seqlens" in batch else padded(logprob_T, tensors)
 
     def _call_with_batch(
-        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: object
+        self,
+        method: Callable[..., R],
+        packed: dict[str, Tensor],
+        inputs: Mapping[str, SequenceInput],
+        options: BatchOptions,
+        *args: object,
     ) -> R:
         """Call ``method(rank's batch, *args, options)`` on every worker; return the result, the same on all."""
         group = self._built_group()
@@ -375,6 +398,7 @@ class TrainEngine(CheckpointedEngine):
             options.max_tokens_per_micro_batch,
             self._sizes.sequences,
             self._sizes.tensor,
+            inputs=inputs,
         )
         calls: list[tuple[Any, dict[str, Any]]] = [
             ((batches[worker.context.rank], *args, options), {}) for worker in group.workers

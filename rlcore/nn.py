@@ -30,9 +30,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlcore.compute_dtype import as_stored
-from rlcore.errors import CheckpointError, MissingDependencyError, RlcoreError, UnsupportedError, one_line
+from rlcore.errors import (
+    CheckpointError,
+    InvalidInputError,
+    MissingDependencyError,
+    RlcoreError,
+    UnsupportedError,
+    one_line,
+)
+from rlcore.image_inputs import ImageInputs, prepared
 from rlcore.logit_form import LogitForm, measure_logit_form
 from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
+from rlcore.sequence_input import SequenceInput
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
 from rlcore.weights.stored import Conversion
@@ -47,7 +56,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Batch = Mapping[str, Tensor]
-"""Packed: ``input_ids`` [T] int64 on the device, and ``cu_seqlens`` [N+1] int32 on the host, where sequences begin."""
+"""Packed: ``input_ids`` [T] int64 on the device, and ``cu_seqlens`` [N+1] int32 on the host, where sequences begin.
+
+With inputs beside the tokens, also the rows of each, [R, ...] on the device, joined in the order of the sequences.
+"""
 
 _BESIDE_WEIGHTS = (
     "*token*",
@@ -56,6 +68,7 @@ _BESIDE_WEIGHTS = (
     "special_tokens_map.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
 """Files of a model folder that training does not change."""
 
@@ -89,6 +102,25 @@ class TrainModule(nn.Module):
     def hidden_states(self, batch: Batch) -> Tensor:
         """Return the last hidden state [T, H] of every token of a packed batch; sequences must not see each other."""
         raise NotImplementedError(f"{type(self).__name__} must define hidden_states(batch) to use train_batch")
+
+    def prepare_inputs(self, packed: Batch, inputs: Mapping[str, SequenceInput]) -> Mapping[str, SequenceInput]:
+        """Check the inputs of a batch beside its tokens; return all that ``hidden_states`` needs of that kind.
+
+        It is called in the user's process, on the module without weights, before anything is changed. What it returns
+        is cut as the sequences are, and each micro-batch has the rows of its own.
+
+        Args:
+            packed: the batch, on the host.
+
+        Raises:
+            InvalidInputError: names the sequence, and what is wrong.
+        """
+        if inputs:
+            raise InvalidInputError(
+                f"the batch has {', '.join(sorted(inputs))} beside its tokens, and {type(self).__name__} takes none of "
+                "that: train a model that reads images, or leave them out"
+            )
+        return {}
 
     def check_sequence_parallel(self, num_ranks: int) -> None:
         """Raise UnsupportedError, with the reason, if so many ranks cannot share the rows of ``hidden_states``."""
@@ -203,9 +235,15 @@ class HuggingFaceTrainModule(TrainModule):
     def hidden_states(self, batch: Batch) -> Tensor:
         # An optional package, which is installed if this class is used.
         from rlcore.packed.attention import packed_hidden_states
+        from rlcore.packed.images import PackedImages
 
         decoder = self.get_decoder()  # type: ignore[operator]
-        return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"])
+        images = PackedImages.of(ImageInputs.of(self), batch)
+        return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"], images=images)
+
+    def prepare_inputs(self, packed: Batch, inputs: Mapping[str, SequenceInput]) -> Mapping[str, SequenceInput]:
+        images = ImageInputs.of(self)
+        return super().prepare_inputs(packed, inputs) if images is None else prepared(images, packed, inputs)
 
     def check_sequence_parallel(self, num_ranks: int) -> None:
         from rlcore.packed.attention import why_not_shared

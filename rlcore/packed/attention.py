@@ -25,7 +25,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
 from rlcore.packed.choice import IMPLEMENTATIONS, AttentionCall, AttentionChoice, choose, implementations
-from rlcore.packed.eligibility import Eligibility, eligibility_of
+from rlcore.packed.eligibility import Eligibility, eligibility_of, fault_around
+from rlcore.packed.images import PackedImages
 from rlcore.packed.implementations import (
     PackedSequences,
     attention_dtype,
@@ -49,6 +50,16 @@ class _DecoderPlan:
     own: str
     eligibility: Eligibility
     choices: dict[torch.dtype, str] = field(default_factory=dict)
+    _faults: dict[type, str | None] = field(default_factory=dict)
+
+    def against_images(self, model: Any) -> str | None:
+        """Return the reason why the decoder cannot run packed inside this model, or None."""
+        kind = type(model)
+        if kind not in self._faults:
+            self._faults[kind] = fault_around(model)
+            if self._faults[kind] is not None:
+                logger.warning("%s runs sequences with images padded: %s", kind.__name__, self._faults[kind])
+        return self._faults[kind]
 
 
 _plans: WeakKeyDictionary[nn.Module, _DecoderPlan] = WeakKeyDictionary()
@@ -59,7 +70,12 @@ _splitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def packed_hidden_states(
-    decoder: Any, input_ids: Tensor, cu_seqlens: Tensor, *, implementation: str | None = None
+    decoder: Any,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    implementation: str | None = None,
+    images: PackedImages | None = None,
 ) -> Tensor:
     """Return the last hidden state [T, H] of ``decoder``, the bare transformer of a transformers model.
 
@@ -70,17 +86,19 @@ def packed_hidden_states(
         input_ids: [T] int64.
         cu_seqlens: [N+1] int32, rising from 0 to T. A host tensor saves a wait for the device.
         implementation: one of ``choice.implementations`` by name, or "padded"; by default the best that can.
+        images: those of the sequences, and the model around the decoder that reads them.
 
     Raises:
         UnsupportedError: the implementation asked for cannot run this decoder here.
     """
     lengths, num_tokens = tuple(cu_seqlens.diff().tolist()), len(input_ids)
     plan, group = _plan(decoder), _sharing.get(_whole(decoder))
-    is_padded = implementation == "padded" or (implementation is None and plan.eligibility.reason is not None)
+    against = plan.eligibility.reason or (None if images is None else plan.against_images(images.base))
+    is_padded = implementation == "padded" or (implementation is None and against is not None)
     if is_padded and group is None:
-        return _run_padded(decoder, input_ids, lengths)
-    if is_padded or plan.eligibility.reason is not None:
-        reason = plan.eligibility.reason or "padded rows are not shared among ranks"
+        return _run_padded(decoder, input_ids, lengths, images)
+    if is_padded or against is not None:
+        reason = against or "padded rows are not shared among ranks"
         what = f"packed attention by {implementation!r}" if group is None else "sequence parallelism"
         raise UnsupportedError(what, reason)
     if group is not None:
@@ -98,13 +116,14 @@ def packed_hidden_states(
     name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
     implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
     own = slice(None) if group is None else group.own(len(input_ids))
-    hidden_1TH: Tensor = decoder(
-        input_ids=input_ids[None, own],
-        position_ids=_positions(packed.cu_seqlens, lengths)[None, own],
-        attention_mask=no_attention_mask(input_ids.device),
-        use_cache=False,
-        packed_sequences=packed,
-    ).last_hidden_state
+    options = {
+        "position_ids": _positions(packed.cu_seqlens, lengths)[None, own],
+        "attention_mask": no_attention_mask(input_ids.device),
+        "packed_sequences": packed,
+    }
+    if images is not None:
+        return images.run(decoder, input_ids[None], lambda value_T: value_T[None], **options)[0]
+    hidden_1TH: Tensor = decoder(input_ids=input_ids[None, own], use_cache=False, **options).last_hidden_state
     return hidden_1TH[0] if group is None else hidden_1TH[0, : max(0, num_tokens - own.start)]
 
 
@@ -249,10 +268,19 @@ def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------------ batches
 
 
-def _run_padded(decoder: Any, input_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def _run_padded(
+    decoder: Any, input_ids: Tensor, lengths: tuple[int, ...], images: PackedImages | None = None
+) -> Tensor:
     """Run right-padded under a causal mask: no token sees another sequence or the padding, with any attention."""
-    padded_NL = nn.utils.rnn.pad_sequence(list(torch.split(input_ids, list(lengths))), batch_first=True)
-    hidden_NLH: Tensor = decoder(input_ids=padded_NL, use_cache=False).last_hidden_state
+
+    def padded(value_T: Tensor) -> Tensor:
+        return nn.utils.rnn.pad_sequence(list(torch.split(value_T, list(lengths))), batch_first=True)
+
+    hidden_NLH: Tensor
+    if images is None:
+        hidden_NLH = decoder(input_ids=padded(input_ids), use_cache=False).last_hidden_state
+    else:
+        hidden_NLH = images.run(decoder, padded(input_ids), padded)
     return torch.cat([hidden_LH[:length] for hidden_LH, length in zip(hidden_NLH, lengths, strict=True)])
 
 

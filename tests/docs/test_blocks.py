@@ -52,6 +52,7 @@ NOT_RUN = {
         4: "lines for a program in training; tests/engines/test_train_checkpoints.py makes such calls",
         5: "lines for another program; tests/engines/test_checkpoint.py reads a checkpoint so",
     },
+    "docs/images.md": {0: "lines for a program with a processor; tests/engines/test_images.py makes such calls"},
     "docs/parallel.md": {
         0: "lines for a program with eight devices; tests/engines/test_train_sequence_parallel.py makes such calls"
     },

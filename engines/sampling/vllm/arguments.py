@@ -49,7 +49,7 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
     replica = _rank_of_torchrun() // size if is_rank else context.rank
     arguments = {
         "model": os.fspath(folder.path),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not folder.reads_images,  # vLLM's processors of images ask for a tokenizer
         "tensor_parallel_size": size,
         "distributed_executor_backend": "external_launcher" if is_rank else "uni" if size == 1 else "mp",
         "worker_extension_cls": EXTENSION,

@@ -23,6 +23,7 @@ from rlcore.engines.sampling.vllm.replica import Replica
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import StateError, UnsupportedError
+from rlcore.image_inputs import ImageInputs
 
 _RPC = RlcoreWorkerExtension.rlcore_call.__name__
 _RENDEZVOUS_S = 600.0
@@ -67,7 +68,8 @@ class VllmExecutor(ReplicaExecutor):
         self.engine_version = versions.prepare()
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)
-        self._reader = reader = PromptReader(self._folder, None, "max_model_len")
+        images = ImageInputs.of_folder(self._folder.path) if self._folder.reads_images else None
+        self._reader = reader = PromptReader(self._folder, None, "max_model_len", images)
         if self._is_rank:
             self.context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
         processes = vllm_processes(self.context)
