@@ -54,6 +54,7 @@ def rank_batches(
     packed: Mapping[str, Tensor],
     num_ranks: int,
     max_tokens: int,
+    *,
     sequence_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
     inputs: Mapping[str, SequenceInput] | None = None,

@@ -396,8 +396,8 @@ class TrainEngine(CheckpointedEngine):
             packed,
             group.workers[0].context.world_size,
             options.max_tokens_per_micro_batch,
-            self._sizes.sequences,
-            self._sizes.tensor,
+            sequence_parallel_size=self._sizes.sequences,
+            tensor_parallel_size=self._sizes.tensor,
             inputs=inputs,
         )
         calls: list[tuple[Any, dict[str, Any]]] = [
