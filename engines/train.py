@@ -343,9 +343,9 @@ class TrainEngine(CheckpointedEngine):
     ) -> Mapping[str, SequenceInput]:
         """Return all that ``hidden_states`` needs beside the tokens."""
         found = self._module.prepare_inputs(packed, inputs)
-        if found and self._sequence_parallel_size > 1:
+        if found and self._sizes.sequences > 1:
             raise UnsupportedError(
-                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sequence_parallel_size}",
+                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sizes.sequences}",
                 "the tokens of an image would be on several ranks; build with sequence_parallel_size=1",
             )
         return found
