@@ -49,18 +49,21 @@ BASE = {
     "file_lock",
     "float8_linear",
     "held_memory",
+    "image_inputs",
     "logit_form",
     "types",
     "hookspecs",
     "launch",
     "meta",
     "packed",
+    "parallel_plans",
     "plugins",
     "probing",
     "process",
     "registry",
     "rms_norm",
     "routing",
+    "sequence_input",
     "settings",
     "spans",
     "tensor_data",
@@ -80,16 +83,17 @@ BELOW = {
 }
 """What each part may import besides itself. ``devices`` is reached through the registry."""
 
-EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling")
+EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling.sglang", "sampling")
 """The rooms of executors, of which none imports from another: what two of them need is below them."""
 
 ROOMS = {
     "engines": (
         ("_torch_private", "residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
-            "completion", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
+            "completion", "draws", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
         ("executors",),
+        ("sampling.replica",),
         EXECUTORS,
         ("engine", "runtime", "placement", "checkpointing", "swapping", "mismatch_cause", "train", "inference",
             "plugin"),

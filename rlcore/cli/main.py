@@ -123,7 +123,7 @@ def configure(
 def quickstart(
     model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")] = None,
     device: DeviceName = None,
-    executor: Annotated[str | None, typer.Option(help="What samples: hf, or vllm.", show_default="hf")] = None,
+    executor: Annotated[str | None, typer.Option(help="What samples: hf, vllm, or sglang.", show_default="hf")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of everything drawn.", show_default="0")
     ] = None,
