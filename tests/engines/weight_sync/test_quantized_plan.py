@@ -119,7 +119,8 @@ def planned(target: Target, dtype: torch.dtype = DTYPE, unreached: str = "") -> 
     info = endpoint_info(target.device)
     planner = Planner(target, described.manifest, [info], [unreached], receiver=info, number=0)
     sources = {
-        source_name(0, number): parameter.detach().view(-1) for number, parameter in enumerate(described.local_parameters())
+        source_name(0, number): parameter.detach().view(-1)
+        for number, parameter in enumerate(described.local_parameters())
     }
     return planner, sources, {view.name: view.view for view in views}
 
