@@ -51,6 +51,7 @@ class EngineDriver:
     Args:
         name: of the engine in the timeline and in messages.
         on_failure: called, once, in the driver's thread, with the error that ended it and the requests that it had.
+        on_room: called in the driver's thread when it may have room for another request.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class EngineDriver:
         name: str,
         timeline: Timeline,
         on_failure: Callable[[EngineDriver, RlcoreError, list[Request]], None],
+        on_room: Callable[[], None],
     ) -> None:
         self.engine, self.name = engine, name
-        self._timeline, self._on_failure = timeline, on_failure
+        self._timeline, self._on_failure, self._on_room = timeline, on_failure, on_room
         self._changed = threading.Condition()
         self._new: list[Request] = []
         self._under_way: dict[int, Request] = {}
@@ -91,6 +93,11 @@ class EngineDriver:
     def tokens_under_way(self) -> int:
         with self._changed:
             return sum(request.tokens for request in (*self._new, *self._under_way.values()))
+
+    @property
+    def requests_under_way(self) -> int:
+        with self._changed:
+            return len(self._new) + len(self._under_way)
 
     @property
     def is_alive(self) -> bool:
@@ -153,6 +160,7 @@ class EngineDriver:
                 new, cancelled = self._taken()
                 self._step(new, cancelled)
                 self._call_ended()
+                self._on_room()
         except RlcoreError as error:
             self._fail(error)
         except Exception as error:
