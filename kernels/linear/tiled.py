@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
-from rlcore.kernels.chunks import row_chunks
+from rlcore.kernels.chunks import joined, row_chunks
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear.loss_in_chunks import LossProblem, SummingWork, loss_in_chunks, loss_in_two_passes
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
@@ -91,7 +91,7 @@ def _forward(
         return found.logprob, found.entropy, found.normaliser
 
     parts = zip(*(scored(run) for run in row_chunks(len(hidden_TH), strip.num_rows)), strict=True)
-    logprob_T, entropy_T, normaliser_T = (_joined(part) for part in parts)
+    logprob_T, entropy_T, normaliser_T = (None if part[0] is None else joined(part) for part in parts)
     assert logprob_T is not None and normaliser_T is not None
     return LogprobOutput(logprob_T, entropy_T, (normaliser_T,), (peak_KT, exponentials_TV) if for_backward else ())
 
@@ -124,12 +124,6 @@ def _backward(
         dlogits_from_product(masked_TH, weight_VH, wide_bias_V, columns, rows, statistics, terms, out=out)
         gradients.add(columns, out)
     return gradients.totals()
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the parts as one; a single one as it is, for each small launch delays the large ones."""
-    first, *others = parts
-    return first if first is None or not others else torch.cat([part for part in parts if part is not None])
 
 
 def _sum_over_rows(a_TV: Tensor, b_TH: Tensor, *, out: Tensor) -> None:
