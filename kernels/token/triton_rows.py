@@ -166,8 +166,7 @@ def _gradient_kernel(
     if inverse_temperature_T is not None:
         inverse_temperature = tl.load(inverse_temperature_T + t)
     is_known = y != ignore_index  # what an ignored row was given may be anything
-    g = tl.where(is_known, g, 0.0)
-    g_bar = tl.where(is_known, g_bar, 0.0)
+    g, g_bar = tl.where(is_known, g, 0.0), tl.where(is_known, g_bar, 0.0)
     if (g == 0.0) & (g_bar == 0.0):  # exact zeros without reading, whatever the row holds
         tl.store(out, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=v < V)
         return
