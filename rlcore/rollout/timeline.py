@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlcore import spans
 from rlcore.arguments import PATH, takes
 from rlcore.atomic import write_file
 from rlcore.errors import InvalidInputError, MissingDependencyError
@@ -57,6 +58,7 @@ class Timeline:
             span = Span(lane, what, begin_s, time.monotonic() - self._origin)
             self._spans.append(span)
             self._seconds[lane, what] += span.end_s - span.begin_s
+            spans.note_lane(lane, what, self._origin + span.begin_s, self._origin + span.end_s)
 
     def clear(self) -> None:
         """Forget all spans and sums so far, such as those of an evaluation; what is under way begins now."""

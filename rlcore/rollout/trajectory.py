@@ -16,6 +16,8 @@ from torch import Tensor
 from rlcore.arguments import LIST, Kind, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.errors import InvalidInputError
+from rlcore.routing.replay import joined_routes
+from rlcore.routing.routers import ROUTES
 
 NOT_SAMPLED = -1
 """The version of a token that the model was given."""
@@ -35,6 +37,8 @@ class Trajectory:
     reward: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
     """Plain values of your own, such as the text of the answer."""
+    routed_experts: Tensor | None = None
+    """The experts of each token that ran, [tokens, layers, experts a token], if the sampler returns them."""
 
     def __post_init__(self) -> None:
         lengths = [len(part) for part in (self.token_ids, self.loss_mask, self.logprobs, self.versions)]
@@ -58,6 +62,7 @@ class Trajectory:
             [NOT_SAMPLED] * given + versions,
             reward,
             {"text": completion.text},
+            completion.routed_experts,
         )
 
     @property
@@ -79,11 +84,16 @@ class Trajectory:
             name: getattr(self, name) + getattr(turn, name)
             for name in ("token_ids", "loss_mask", "logprobs", "versions")
         }
-        return replace(self, **joined, extra=turn.extra)
+        return replace(self, **joined, extra=turn.extra, routed_experts=self._routes_with(completion))
+
+    def _routes_with(self, completion: Completion) -> Tensor | None:
+        """Return the experts of each token where it was sampled: the last one so far ran first in the next turn."""
+        own, later = self.routed_experts, completion.routed_experts
+        return None if own is None or later is None else torch.cat([own, later[len(own) :]])
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
+        """Return it as plain data, without the experts."""
+        return asdict(replace(self, routed_experts=None))
 
 
 def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
@@ -119,7 +129,8 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Te
         ``rollout_logprobs`` [N, L] float32, the sampler's, 0 where no token was sampled, and ``old_logprobs``, a copy:
         for ``decoupled_ppo`` replace it by the trainer's ``forward_logprobs(batch)``; ``versions`` [N, L] int64, -1
         where no token was sampled; ``rewards`` [N] float32; ``group`` [N] int64, the index of the episode, as
-        ``group_advantage(rewards, group=group)`` takes it.
+        ``group_advantage(rewards, group=group)`` takes it. If trajectories have them, also ``routed_experts`` [N, L,
+        layers, experts a token] int16.
 
     Raises:
         InvalidInputError: there is no trajectory.
@@ -145,6 +156,8 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Te
         ):
             batch[name][row, :length] = torch.tensor(values)
         batch["attention_mask"][row, :length] = True
+    routes = joined_routes([one.routed_experts for _, one in each], shape)
+    batch |= {} if routes is None else {ROUTES: routes}
     return batch | {
         "old_logprobs": batch["rollout_logprobs"].clone(),
         "rewards": torch.tensor([float(one.reward) for _, one in each]),

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from rlcore.engines.sampling.vllm.meta_model import meta_model
 from rlcore.engines.weight_sync.planning.module_identity import module_identity
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
-from rlcore.weights.source import TensorSlices, WeightSource, in_files
+from rlcore.weights.source import WeightSource, in_files, on_meta
 
 _PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
 _VARIABLES = ("VLLM_", "FLASHINFER_")
@@ -50,7 +49,7 @@ class VllmTarget(Target):
     def checkpoint(self) -> dict[str, Tensor] | None:
         """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
         try:
-            return {name: _on_meta(found) for name, found in self.first_weights().items()}
+            return on_meta(self.first_weights())
         except CheckpointError:
             return None
 
@@ -125,8 +124,3 @@ def _environment() -> list[str]:
     """Return the variables that choose kernels. Addresses and ports, which differ each time, choose nothing."""
     named = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     return sorted(f"{name}={value}" for name, value in named.items() if not name.endswith(_PLACES))
-
-
-def _on_meta(found: TensorSlices) -> Tensor:
-    nothing = found.read((slice(0, 0),) if found.shape else ())  # safetensors tells a dtype by its own names
-    return torch.empty(found.shape, dtype=nothing.dtype, device="meta")

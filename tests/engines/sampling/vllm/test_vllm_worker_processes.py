@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.sampling.vllm import worker_processes
-from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.replica import worker_processes
+from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import StateError, WorkerDiedError
 from rlcore.process.memory_kills import MemoryKills
 
@@ -50,7 +51,7 @@ def start_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartAll]:
     monkeypatch.setattr(worker_processes, "_NEWS_S", 60.0)
 
     def start(*names: str, num_devices: int = 2) -> tuple[WorkerProcesses, list[Process]]:
-        watched = WorkerProcesses(context(num_devices))
+        watched = vllm_processes(context(num_devices))
         watching.extend([watched] * (num_devices > 1))
         started.extend(Process(name, "sleep", "600") for name in names)
         return watched, started
