@@ -60,7 +60,7 @@ def row_chunks(num_rows: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, num_rows))
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     """Return the values of all chunks; of a single one as they are, for each small launch keeps the host busy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
