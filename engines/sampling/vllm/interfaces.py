@@ -70,6 +70,7 @@ class VllmConfig(Protocol):
 
     model_config: VllmModelConfig
     compilation_config: VllmCompilationConfig
+    quant_config: Any
 
 
 class VllmModelConfig(Protocol):
