@@ -4,8 +4,10 @@
     packed   input_ids [T] with cu_seqlens [N+1]
 
 ``routed_experts``, of a mixture of experts, has [N, L, layers, experts a token] or [T, layers, experts a token]. Every
-other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and advantages
+other tensor is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and advantages
 belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
+
+What the model reads beside the tokens, such as the pixels of images, is a ``SequenceInput``: rows of each sequence.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences.
 """
@@ -24,10 +26,13 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
 from rlcore.routing.replay import joined_routes
 from rlcore.routing.routers import ROUTES
+from rlcore.sequence_input import SequenceInput
+
+Batch = Mapping[str, Tensor | SequenceInput]
 
 
 @takes("collate()", outputs=LIST)
-def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Tensor]:
+def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Any]:
     """Return one padded batch of every completion of ``outputs``, in order.
 
     Args:
@@ -36,9 +41,9 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
 
     Returns:
         ``input_ids`` [N, L] int64 (prompt and completion, right-padded), ``attention_mask`` and ``loss_mask`` [N, L]
-        bool (True on completion tokens), ``old_logprobs`` [N, L] float32 (the sampler's; 0 elsewhere), and each of
-        ``per_sequence`` as [N]. If completions have them, also ``routed_experts`` [N, L, layers, experts a token]
-        int16, -1 where none are known.
+        bool (True on completion tokens), ``old_logprobs`` [N, L] float32 (the sampler's; 0 elsewhere), each of
+        ``per_sequence`` as [N], and what the prompts had beside their tokens, each as a ``SequenceInput``. If
+        completions have them, also ``routed_experts`` [N, L, layers, experts a token] int16, -1 where none are known.
 
     Raises:
         InvalidInputError: no completion, another number of values than completions, or a NaN or infinity for one that
@@ -66,7 +71,17 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
     routes = joined_routes([completion.routed_experts for _, completion in sequences], shape)
     batch |= {} if routes is None else {ROUTES: routes}
     is_trained_N = batch["loss_mask"].any(1)
-    return batch | {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
+    each = {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
+    return batch | _inputs_of(outputs) | each
+
+
+def _inputs_of(outputs: Sequence[RequestOutput]) -> dict[str, SequenceInput]:
+    """Return the prompts' inputs beside their tokens, once for each of their completions."""
+    names = {name: None for output in outputs for name in output.inputs}
+    return {
+        name: SequenceInput.of([output.inputs.get(name) for output in outputs for _ in output.outputs])
+        for name in names
+    }
 
 
 def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
@@ -80,6 +95,21 @@ def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
             "completion out"
         )
     return flat
+
+
+def separated(batch: Batch) -> tuple[dict[str, Tensor], dict[str, SequenceInput]]:
+    """Return the tensors of a batch, and its inputs beside the tokens, which must be of as many sequences."""
+    inputs = {name: value for name, value in batch.items() if isinstance(value, SequenceInput)}
+    tensors: Any = {name: value for name, value in batch.items() if name not in inputs}
+    if inputs and "input_ids" in tensors:
+        edges = tensors.get("cu_seqlens")
+        num_sequences = len(tensors["input_ids"]) if edges is None else len(edges) - 1
+        for name, value in inputs.items():
+            if len(value) != num_sequences:
+                raise InvalidInputError(
+                    f"{name} of the batch is of {len(value)} sequences, and the batch has {num_sequences}"
+                )
+    return tensors, inputs
 
 
 def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,7 +184,7 @@ def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:
         return value.expand(num_tokens)
     raise InvalidInputError(
         f"batch entry {name!r} has shape {list(value.shape)}; accepted: one value a token, "
-        f"one a sequence [{num_sequences}], or a scalar"
+        f"one a sequence [{num_sequences}], or a scalar; what the model reads beside tokens is a rlcore.SequenceInput"
     )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rlcore.meta import meta_device as meta_device
     from rlcore.registry import get_device as get_device
     from rlcore.registry import list_devices as list_devices
+    from rlcore.sequence_input import SequenceInput as SequenceInput
     from rlcore.spans import span as span
     from rlcore.types import DeviceSpec as DeviceSpec
 
@@ -41,6 +42,7 @@ _HOME = {
     "Offloader": "rlcore.engines.offload.standalone",
     "RequestOutput": "rlcore.engines.sampling.completion",
     "RlcoreError": "rlcore.errors",
+    "SequenceInput": "rlcore.sequence_input",
     "TrainEngine": "rlcore.engines.train",
     "WeightReceiver": "rlcore.engines.weight_sync.api",
     "WeightSender": "rlcore.engines.weight_sync.api",

@@ -114,6 +114,7 @@ def test_public_names() -> None:
         "Offloader",
         "RequestOutput",
         "RlcoreError",
+        "SequenceInput",
         "TrainEngine",
         "WeightReceiver",
         "WeightSender",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -49,3 +49,5 @@ class RequestOutput:
     """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    """The inputs of the prompt beside its tokens, such as pixels of images; ``collate`` takes them into the batch."""

@@ -41,6 +41,7 @@ from rlcore.errors import (
     UnsupportedError,
     one_line,
 )
+from rlcore.image_inputs import ImageInputs
 from rlcore.routing.record import RouteRecorder
 from rlcore.weights.names import mismatch
 
@@ -112,7 +113,7 @@ class HfExecutor(InferenceExecutor):
         text_config = module.config.get_text_config()
         self._vocab_size = folder.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        self._reader = PromptReader(folder, self._max_positions)
+        self._reader = PromptReader(folder, self._max_positions, images=ImageInputs.of(module))
         self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
         self._recorder = RouteRecorder(module) if chosen.enable_return_routed_experts else None
         self._cached_token_bytes = self._measure_cached_token()
@@ -150,7 +151,7 @@ class HfExecutor(InferenceExecutor):
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
-        return self._reader.read(prompts, params, numbers)
+        return [list(token_ids) for token_ids in self._reader.read(prompts, params, numbers)]
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
@@ -202,6 +203,7 @@ class HfExecutor(InferenceExecutor):
             batch,
             eos_token_ids=self._reader.stop_token_ids,
             max_positions=self._max_positions,
+            images=self._reader.images,
             recorder=self._recorder,
         )
 
@@ -244,12 +246,20 @@ class HfExecutor(InferenceExecutor):
 
 def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implementation: str | None) -> Any:
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
     except ImportError as error:
         raise MissingDependencyError("transformers", needed_for="the hf executor", extra="hf") from error
     try:
         with _without_bars():
-            module, info = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+            reads_images = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+            module, info = kind.from_pretrained(
                 folder.path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,

@@ -125,7 +125,7 @@ class ReplicaExecutor(InferenceExecutor):
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
-        return self._reader.read(prompts, params, numbers)
+        return [list(token_ids) for token_ids in self._reader.read(prompts, params, numbers)]
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int

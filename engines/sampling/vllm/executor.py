@@ -16,13 +16,14 @@ from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.vllm import ascend, versions
-from rlcore.engines.sampling.vllm.arguments import check_arguments, engine_arguments
+from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, check_arguments, engine_arguments
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine
 from rlcore.engines.sampling.vllm.replica import Replica
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import StateError, UnsupportedError
+from rlcore.image_inputs import ImageInputs
 
 _RPC = RlcoreWorkerExtension.rlcore_call.__name__
 _RENDEZVOUS_S = 600.0
@@ -54,6 +55,8 @@ class VllmExecutor(ReplicaExecutor):
             path: a Hugging Face model folder with safetensors weights.
             engine_args: fields of ``vllm.EngineArgs``, but for those that rlcore sets. ``kv_cache_memory_bytes`` is
                 per device; without it the KV cache takes most of the memory that the weights leave free.
+                ``batch_invariant=True`` is vLLM's VLLM_BATCH_INVARIANT: a token's log-probs do not depend on what it
+                is batched with; slower.
 
         Raises:
             CheckpointError: the folder is incomplete or damaged.
@@ -64,10 +67,14 @@ class VllmExecutor(ReplicaExecutor):
         """
         ascend.check_device(self.device)
         self._folder = check_model_folder(path)
-        self.engine_version = versions.prepare()
+        is_invariant = engine_args.pop(BATCH_INVARIANT, False)
+        if is_invariant and self.device.spec.is_host:
+            raise UnsupportedError(f"{BATCH_INVARIANT} on {self.device.name}", "vLLM has such kernels for GPUs alone")
+        self.engine_version = versions.prepare(is_batch_invariant=is_invariant)
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)
-        self._reader = reader = PromptReader(self._folder, None, "max_model_len")
+        images = ImageInputs.of_folder(self._folder.path) if self._folder.reads_images else None
+        self._reader = reader = PromptReader(self._folder, None, "max_model_len", images)
         if self._is_rank:
             self.context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
         processes = vllm_processes(self.context)

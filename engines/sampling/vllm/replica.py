@@ -15,7 +15,7 @@ from typing import Any
 
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.prompts import MultimodalPrompt, Prompt, PromptReader
 from rlcore.engines.sampling.replica.jobs import PromptJob, RunningSample
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
@@ -244,13 +244,17 @@ class Replica:
         for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
             text = prompt if isinstance(prompt, str) else None
             job = PromptJob(number, text, list(token_ids), [None] * one.n)
+            given = self._as_vllm_takes_it(token_ids)
             keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
             for index, key in enumerate(keys):
                 name = f"{number}-{index}"
                 self._samples[name] = RunningSample(job, index)
-                self._engine.add_request(
-                    name, {"prompt_token_ids": job.token_ids}, self._sampling(one, key, is_streamed=is_streamed)
-                )
+                self._engine.add_request(name, given, self._sampling(one, key, is_streamed=is_streamed))
+
+    def _as_vllm_takes_it(self, prompt: Sequence[int]) -> Any:
+        if not isinstance(prompt, MultimodalPrompt):
+            return {"prompt_token_ids": list(prompt)}
+        return versions.image_prompt(self._engine, prompt, self._reader.image_spans(prompt))
 
     def _sampling(self, params: SamplingParams, key: int | None, *, is_streamed: bool) -> Any:
         own_stops = () if params.ignore_eos else self._reader.stop_token_ids
