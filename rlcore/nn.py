@@ -257,6 +257,12 @@ class HuggingFaceTrainModule(TrainModule):
         return next(base for base in models if not issubclass(base, TrainModule))
 
     @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers reads the file of the class: in the user's it would find no experts, and run them one by one
+        found: bool = cls._transformers_class()._can_set_experts_implementation()
+        return found
+
+    @classmethod
     def _take_over_conversions(cls) -> None:
         """Let transformers' loader convert what it converts for its own class; it finds conversions by a class's name.
 

@@ -166,7 +166,7 @@ def measure(model: str, setup: str, layers: int | None = None, history: bool = F
 def _history() -> list[list[Any]]:
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
-    wanted = ("alloc", "free_completed", "free_requested", "segment_alloc", "segment_free")
+    wanted = ("alloc", "free_completed", "segment_alloc", "segment_free")
     return [
         [event["action"], event["size"], event["addr"], _place(event.get("frames", ()))]
         for event in snapshot["device_traces"][0]
