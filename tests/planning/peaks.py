@@ -105,6 +105,7 @@ def module_of(config: dict[str, Any], lora: dict[str, Any] | None, device_type: 
             import peft
 
             module.add_adapter(peft.LoraConfig(**lora))
+    module.output_head()  # as from_pretrained does
     return module
 
 
@@ -123,6 +124,7 @@ def _peaks() -> dict[str, int]:
 
 def _fresh() -> None:
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
@@ -179,6 +181,13 @@ def _place(frames: Any) -> str:
     return " < ".join(own[:5])
 
 
+def _forget(error: BaseException | None) -> None:
+    """Drop the frames of an error, which hold the tensors of its engine."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def main(file: str, *names: str) -> None:
     torch.cuda.init()
     about = {
@@ -188,8 +197,6 @@ def main(file: str, *names: str) -> None:
     }  # fmt: skip
     runs: list[dict[str, Any]] = []
     jobs: list[tuple[str, str, int | None, bool]] = []
-    if not names:
-        jobs += [(model, setup, 2, True) for model in MODELS for setup in SETUPS if "7b" not in model]
     jobs += [(model, setup, None, False) for setup in SETUPS for model in MODELS if not names or model in names]
     for model, setup, layers, history in jobs:
         started = time.perf_counter()
@@ -198,6 +205,7 @@ def main(file: str, *names: str) -> None:
         except Exception as error:
             traceback.print_exc()
             runs.append({"model": model, "setup": setup, "layers": layers, "error": f"{type(error).__name__}: {error}"})
+            _forget(error)
         one = runs[-1]
         peak = one.get("train 2", {}).get("peak", 0) / 2**30
         print(f"{model:20} {setup:24} {layers!s:5} {peak:7.2f} GiB  {time.perf_counter() - started:5.1f} s", flush=True)

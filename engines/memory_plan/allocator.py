@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from rlcore.errors import RlcoreError
 
 _ROUND = 512
 """Bytes; every request is a multiple."""
@@ -55,10 +58,61 @@ class _Pool:
         return self.blocks[self.keys[at]] if at < len(self.keys) else None
 
 
-class CachingAllocator:
-    """What torch's allocator holds."""
+class PlannedOutOfMemory(RlcoreError):
+    """The planned device has less memory than was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int, allocated: int, capacity: int) -> None:
+        super().__init__(
+            f"{nbytes} bytes are asked for, {allocated} are in tensors, and {capacity} are there in all; "
+            "see rlcore plan for what fits"
+        )
+
+
+class Allocator(Protocol):
+    """Counts what is allocated, and what is taken from the device for it."""
+
+    allocated: int
+    peak_allocated: int
+    peak_reserved: int
+
+    def allocate(self, nbytes: int) -> object: ...
+
+    def free(self, block: object) -> None: ...
+
+    def reset_peaks(self) -> None: ...
+
+
+class PlainAllocator:
+    """A host's: what is allocated is taken, and given back at once."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.allocated = self.peak_allocated = self.peak_reserved = 0
+        self._capacity = capacity
+
+    def allocate(self, nbytes: int) -> int:
+        if self._capacity is not None and self.allocated + nbytes > self._capacity:
+            raise PlannedOutOfMemory(nbytes, self.allocated, self._capacity)
+        self.allocated += nbytes
+        self.peak_allocated = self.peak_reserved = max(self.peak_allocated, self.allocated)
+        return nbytes
+
+    def free(self, block: object) -> None:
+        assert isinstance(block, int)
+        self.allocated -= block
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated = self.peak_reserved = self.allocated
+
+
+class CachingAllocator:
+    """What torch's allocator holds.
+
+    Args:
+        capacity: the most bytes of segments; where they end, segments of which nothing is in use go back first.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self._capacity = capacity
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self._next = 0
@@ -82,7 +136,8 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: object) -> None:
+        assert isinstance(block, Block)
         self.allocated -= block.size
         block.is_free = True
         pool = self._pools[block.is_small]
@@ -110,6 +165,10 @@ class CachingAllocator:
             size = _LARGE_SEGMENT
         else:
             size = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        if self._capacity is not None and self.reserved + size > self._capacity:
+            self.empty_cache()
+            if self.reserved + size > self._capacity:
+                raise PlannedOutOfMemory(size, self.allocated, self._capacity)
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next += size
