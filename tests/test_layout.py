@@ -53,6 +53,7 @@ BASE = {
     "launch",
     "meta",
     "packed",
+    "planned",
     "plugins",
     "probing",
     "process",
@@ -87,6 +88,7 @@ ROOMS = {
         ("checkpoints", "weight_sync"),
         ("executors",),
         EXECUTORS,
+        ("memory_plan",),
         ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
     ),
     "kernels": (
@@ -109,6 +111,7 @@ ROOMS = {
         ("conformance", "doctor", "integrations", "rollout"),
         ("configuration_file", "chaos", "quickstart"),
         ("compat", "training"),
+        ("planning",),
         ("cli", "__main__"),
     ),
 }  # fmt: skip

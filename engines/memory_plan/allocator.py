@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class _Pool:
+class _FreeBlocks:
     """Free blocks in the order of size, then place."""
 
     keys: list[tuple[int, int]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Pool:
         return self.blocks[self.keys[at]] if at < len(self.keys) else None
 
 
-class PlannedOutOfMemory(RlcoreError):
+class PlannedMemoryError(RlcoreError):
     """The planned device has less memory than was asked for."""
 
     def __init__(self, nbytes: int, allocated: int, capacity: int) -> None:
@@ -91,7 +91,7 @@ class PlainAllocator:
 
     def allocate(self, nbytes: int) -> int:
         if self._capacity is not None and self.allocated + nbytes > self._capacity:
-            raise PlannedOutOfMemory(nbytes, self.allocated, self._capacity)
+            raise PlannedMemoryError(nbytes, self.allocated, self._capacity)
         self.allocated += nbytes
         self.peak_allocated = self.peak_reserved = max(self.peak_allocated, self.allocated)
         return nbytes
@@ -105,7 +105,7 @@ class PlainAllocator:
 
 
 class CachingAllocator:
-    """What torch's allocator holds.
+    """Blocks and segments as torch's allocator holds them.
 
     Args:
         capacity: the most bytes of segments; where they end, segments of which nothing is in use go back first.
@@ -116,7 +116,7 @@ class CachingAllocator:
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self._next = 0
-        self._pools = {True: _Pool(), False: _Pool()}
+        self._pools = {True: _FreeBlocks(), False: _FreeBlocks()}
 
     def allocate(self, nbytes: int) -> Block:
         """Return a block of at least ``nbytes``, more than none."""
@@ -168,7 +168,7 @@ class CachingAllocator:
         if self._capacity is not None and self.reserved + size > self._capacity:
             self.empty_cache()
             if self.reserved + size > self._capacity:
-                raise PlannedOutOfMemory(size, self.allocated, self._capacity)
+                raise PlannedMemoryError(size, self.allocated, self._capacity)
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._next += size

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from rlcore._torch_private import TorchDispatchMode, storage_key, tree_leaves
+from rlcore._torch_private import COPY_TO, TorchDispatchMode, storage_key, tree_leaves
+from rlcore.engines._torch_private import CHANGES_VALUES_ALONE, READ_SCALAR
 from rlcore.engines.memory_plan.allocator import Allocator
 from rlcore.errors import UnsupportedError
 
@@ -25,7 +26,7 @@ Inside = Callable[..., list[int]]
 Flops = Callable[..., int]
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The blocks of all storages on the meta device that are made inside.
 
     Args:
@@ -34,7 +35,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, allocator: Allocator, inside: dict[str, Inside], flops: dict[str, Flops]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.allocator = allocator
         self.flops = 0
         self._inside, self._flops = inside, flops
@@ -53,7 +54,7 @@ class Ledger(TorchDispatchMode):
         read = _READS.get(func)
         if read is not None and _is_meta(args[0]) and read.is_needed(kwargs):
             return read.ones(args[0])
-        if func in _CHANGES_VALUES_ALONE and any(map(_is_meta, tree_leaves(args))):
+        if func in CHANGES_VALUES_ALONE and any(map(_is_meta, tree_leaves(args))):
             return None
         try:
             result = func(*args, **kwargs)
@@ -134,6 +135,9 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "meta"
 
 
+_HOST = torch.device("cpu")
+
+
 class _Read:
     """A read of values, which are ones."""
 
@@ -147,16 +151,10 @@ class _Read:
 class _CopyToHost(_Read):
     def is_needed(self, kwargs: dict[str, Any]) -> bool:
         device = kwargs.get("device")
-        return device is not None and torch.device(device).type == "cpu"
+        return device is not None and torch.device(device) == _HOST
 
     def ones(self, tensor: Tensor) -> Any:
         return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-_aten = torch.ops.aten
-_READS = {_aten._to_copy.default: _CopyToHost(), _aten._local_scalar_dense.default: _Read()}
-_CHANGES_VALUES_ALONE = {
-    _aten._fused_adamw_.default, _aten._fused_adamw_.tensor_lr, _aten._fused_adam_.default, _aten._fused_adam_.tensor_lr,
-    _aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr, _aten._assert_async.default, _aten._assert_async.msg,
-}  # fmt: skip
-"""Operators that change or check values in place, without memory of their own, and that have no meta form."""
+_READS = {COPY_TO: _CopyToHost(), READ_SCALAR: _Read()}

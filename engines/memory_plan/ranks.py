@@ -1,4 +1,4 @@
-"""What one of several ranks of FSDP2 holds, derived from the trace of a module that is alone on its device.
+"""The memory that one of several ranks of FSDP2 holds, derived from the trace of a module that is alone on its device.
 
 Parameters, gradients and optimizer states are cut; what is gathered comes on top: the root's own parameters from the
 first forward to the last backward, and the parameters of two groups of blocks, as one is gathered while another is
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from rlcore.engines.fsdp2.gather_groups import gather_groups
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.nn import TrainModule
@@ -21,18 +18,18 @@ _REDUCED_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """What a rank gathers and exchanges, in bytes."""
+class GatheredBytes:
+    """Bytes that a rank gathers and exchanges."""
 
     weights: int
     """Parameters in the compute dtype."""
     exchange: int
     """Gradients of a group on their way, beside its shards."""
     whole_gradients: int
-    """Those of all parameters."""
+    """Gradients of all parameters."""
 
 
-def gathered(module: TrainModule, sharding: Sharding) -> Gathered:
+def gathered(module: TrainModule, sharding: Sharding) -> GatheredBytes:
     """Return what one rank of several gathers of a module on the meta device."""
     classes = set(module.wrap_classes())
     blocks = {name: block for name, block in module.named_modules() if name and type(block).__name__ in classes}
@@ -43,8 +40,10 @@ def gathered(module: TrainModule, sharding: Sharding) -> Gathered:
     sizes = [_num_values(parameter for block in group for parameter in block.parameters()) for group in groups]
     largest = max(sizes, default=0)
     trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
-    of_group = max((_num_values(p for b in group for p in b.parameters() if p in trained) for group in groups), default=0)
-    return Gathered(
+    of_group = max(
+        (_num_values(p for b in group for p in b.parameters() if p in trained) for group in groups), default=0
+    )
+    return GatheredBytes(
         weights=(_num_values(root) + (2 if len(groups) > 1 else 1) * largest) * dtype.itemsize,
         exchange=of_group * (dtype.itemsize + _REDUCED_BYTES),
         whole_gradients=_num_values(trained) * _REDUCED_BYTES,

@@ -1,4 +1,4 @@
-"""What stands in, for meta tensors alone, for code that asks a device, needs values, or compiles.
+"""Stand-ins, for meta tensors alone, for code that asks a device, needs values, or compiles.
 
 Each replaces a function of a library by one that does the same for every tensor that is not on the meta device, so that
 engines in other threads go on as before.
@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from rlcore.engines._torch_private import (
+    FLASH_ATTENTION,
+    HOST_ATTENTION,
+    MASKED_ATTENTION,
+    device_lists_of_optimizers,
+)
 from rlcore.engines.memory_plan.ledger import Flops, Inside
 from rlcore.planned import PlannedDevice
 
@@ -47,7 +52,7 @@ def _attention_flops(products: int) -> Callable[..., int]:
 
     def count(*args: Any, **_: Any) -> int:
         query, longest = args[0], args[5]
-        return products * query.shape[0] * query.shape[1] * query.shape[2] * longest
+        return int(products * query.shape[0] * query.shape[1] * query.shape[2] * longest)
 
     return count
 
@@ -72,7 +77,7 @@ def stand_ins(device: PlannedDevice) -> Iterator[None]:
         stack.enter_context(_optimizers_implementation(is_host=not device.arch))
         stack.enter_context(_no_autocast_of_meta())
         stack.enter_context(_flex_attention())
-        stack.enter_context(_Attention(is_host=not device.arch))
+        stack.enter_context(_functions(is_host=not device.arch))
         yield
 
 
@@ -115,18 +120,14 @@ def _launches_of_nothing() -> Iterator[None]:
 @contextlib.contextmanager
 def _optimizers_implementation(*, is_host: bool) -> Iterator[None]:
     """Let optimizers, and norms of many tensors, take for meta tensors the implementation of the planned device."""
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
 
     def with_meta(before: Callable[[], list[str]]) -> Callable[[], list[str]]:
         return lambda: [*before(), "meta"]
 
-    foreach, fused = "_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(_foreach_utils, foreach, with_meta))  # of norms, on hosts too
-        stack.enter_context(_replaced(optimizer, fused, with_meta))
-        if not is_host:
-            stack.enter_context(_replaced(optimizer, foreach, with_meta))
+        for owner, name, is_for_hosts in device_lists_of_optimizers():
+            if is_for_hosts or not is_host:
+                stack.enter_context(_replaced(owner, name, with_meta))
         yield
 
 
@@ -139,50 +140,66 @@ def _no_autocast_of_meta() -> contextlib.AbstractContextManager[None]:
     return _replaced(torch, "is_autocast_enabled", made)
 
 
-class _Attention(TorchFunctionMode):
-    """Padded attention of meta tensors is that of the planned device; by itself torch would hold all scores."""
+@contextlib.contextmanager
+def _functions(*, is_host: bool) -> Iterator[None]:
+    """Let functions of torch do with meta tensors what they do with those of the planned device.
 
-    def __init__(self, *, is_host: bool) -> None:
-        super().__init__()
-        self._is_host = is_host
+    Padded attention would hold all scores. Products of the groups of experts would be refused in float32.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.scaled_dot_product_attention and _is_meta(args[0]):
-            return self._attend(*args, **kwargs)
-        return func(*args, **kwargs)
+    def attending(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if _is_meta(query):
+                return _attend(query, *args, is_host=is_host, **kwargs)
+            return plain(query, *args, **kwargs)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        aten = torch.ops.aten
-        if enable_gqa and self._is_host:
+        return attend
+
+    def multiplying(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def multiply(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+            if _is_meta(a) and a.dtype != torch.bfloat16:
+                result: Tensor = torch.ops.transformers.grouped_mm_fallback(a, b, kwargs["offs"])
+                return result
+            return plain(a, b, **kwargs)
+
+        return multiply
+
+    with _replaced(functional, "scaled_dot_product_attention", attending):
+        if not hasattr(functional, "grouped_mm"):
+            yield
+            return
+        with _replaced(functional, "grouped_mm", multiplying):
+            yield
+
+
+def _attend(  # noqa: PLR0917  # the arguments of torch's function
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    is_host: bool,
+) -> Tensor:
+    common: dict[str, Any] = {"scale": scale}
+    if is_host:
+        if enable_gqa:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        common: dict[str, Any] = {"scale": scale}
-        if self._is_host:
-            found = aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **common
-            )
-        elif attn_mask is None and query.dtype != torch.float32:
-            found = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, **common)
-        else:
-            if attn_mask is not None and attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-            bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-            found = aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, **common
-            )
-        result: Tensor = found[0]
-        return result
+        found = HOST_ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **common)
+    elif attn_mask is None and query.dtype != torch.float32:
+        found = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, **common)
+    else:
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        keeps_sums = torch.is_grad_enabled()
+        found = MASKED_ATTENTION(query, key, value, bias, keeps_sums, dropout_p, is_causal, **common)
+    result: Tensor = found[0]
+    return result
 
 
 # ----------------------------------------------------------------------------------------------- flex attention
@@ -202,13 +219,13 @@ def _flex_operator() -> Any:
         return out, query.new_empty(query.shape[:3], dtype=torch.float32)
 
     @torch.library.custom_op("rlcore_plan::flex_attention_backward", mutates_args=())
-    def backward(
+    def backward(  # noqa: PLR0917  # an operator's arguments are given by place
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError("it is for meta tensors")
 
     @backward.register_fake
-    def _(
+    def _(  # noqa: PLR0917
         grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

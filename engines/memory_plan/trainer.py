@@ -38,7 +38,7 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class PhasePeak:
     """The memory of one phase on one device, in bytes."""
 
     before: int
@@ -73,7 +73,7 @@ class PlannedTrainer:
         capacity: the most that the allocator may take from the device; None is no limit.
 
     Raises:
-        PlannedOutOfMemory: the device has less; also from every method below.
+        PlannedMemoryError: the device has less; also from every method below.
         UnsupportedError: the step needs values of tensors.
     """
 
@@ -103,7 +103,7 @@ class PlannedTrainer:
         for parameter in self.module.parameters():
             self.ledger.add(parameter.detach(), "weights")
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._name_gradient)
+                parameter.register_post_accumulate_grad_hook(self._name_gradient)  # type: ignore[no-untyped-call]
         for part in self.module.modules():
             buffers = own_buffers(part)
             for name, buffer in buffers.items():
@@ -148,28 +148,28 @@ class PlannedTrainer:
 
     # ---------------------------------------------------------------------------------------------- phases
 
-    def train(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> Peak:
+    def train(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> PhasePeak:
         """Return the peak of a step of ``TrainEngine.train_batch`` with this batch."""
         return self._peak(partial(train_step, self._strategy, _weighted(batch, options), loss_fn, options))
 
-    def evaluate(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> Peak:
+    def evaluate(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> PhasePeak:
         return self._peak(partial(evaluate, self._strategy, _weighted(batch, options), loss_fn, options))
 
-    def score(self, batch: Batch, options: ScoreOptions) -> Peak:
+    def score(self, batch: Batch, options: ScoreOptions) -> PhasePeak:
         """Return the peak of ``TrainEngine.forward_logprobs``."""
         packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
         scored = packed | {SCORED: loss_mask_of(packed)}
         (rank_batch,) = rank_batches(scored, 1, options.max_tokens_per_micro_batch)
         return self._peak(partial(score, self._strategy, rank_batch, options))
 
-    def _peak(self, phase: Callable[[], object]) -> Peak:
+    def _peak(self, phase: Callable[[], object]) -> PhasePeak:
         ledger, allocator = self.ledger, self.ledger.allocator
         ledger.reset_peaks()
         before = allocator.allocated
         with self._running():
             phase()
         self._name_optimizer_state()
-        return Peak(before, allocator.peak_allocated, allocator.peak_reserved, dict(ledger.at_peak), ledger.flops)
+        return PhasePeak(before, allocator.peak_allocated, allocator.peak_reserved, dict(ledger.at_peak), ledger.flops)
 
 
 _LAYOUT = ("input_ids", "cu_seqlens", "attention_mask", "loss_mask")

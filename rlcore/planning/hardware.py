@@ -27,9 +27,9 @@ class Hardware:
     cores: int
     arch: int
     context_bytes: int
-    """What a process takes of it besides torch's allocator."""
+    """Bytes that a process takes of it besides those of torch's allocator."""
     host_bytes_per_s: float
-    """Of copies to and from pinned host memory; 0 where nothing is copied."""
+    """The rate of copies to and from pinned host memory; 0 where nothing is copied."""
 
     @property
     def planned(self) -> PlannedDevice:

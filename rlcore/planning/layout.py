@@ -1,4 +1,4 @@
-"""A way to run a step on some devices: what a plan compares."""
+"""A way to run a step on some devices. Plans compare them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Recompute = bool | Literal["selective"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class StepLayout:
     """Where trainer and sampler run, and how."""
 
     count: int = 1
@@ -22,7 +22,7 @@ class Layout:
     max_tokens: int = 16384
     """``max_tokens_per_micro_batch``."""
     offload: tuple[str, ...] = ()
-    """What leaves the device while the sampler runs: tags of the trainer."""
+    """The trainer's tags that leave the device while the sampler runs."""
 
     @property
     def shards(self) -> int:

@@ -18,8 +18,9 @@ from rlcore.nn import HuggingFaceTrainModule, TrainModule
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)
+def adamw_of(**options: Any) -> MakeOptimizer:
+    """Return a maker of torch's AdamW with these options."""
+    return lambda parameters: torch.optim.AdamW(parameters, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,12 @@ def planned_model(
     model: str | Path | TrainModule | Any,
     *,
     lora: Mapping[str, Any] | int | None = None,
-    optimizer: MakeOptimizer = adamw,
+    optimizer: MakeOptimizer | None = None,
 ) -> PlannedModel:
     """Return the module of a folder with a config.json, of such a file, of transformers' configuration, or as given.
 
     Args:
+        optimizer: makes the optimizer of the trained parameters; None is torch's fused AdamW.
         lora: the rank of adapters on all linear layers but the head, or the arguments of ``peft.LoraConfig``.
 
     Raises:
@@ -65,9 +67,11 @@ def planned_model(
     if type(config) not in known:
         raise CheckpointError(f"{model} is a {config.model_type!r} model, which is not a causal language model")
 
+    make = optimizer or adamw_of(fused=True)
+
     class PlannedPolicy(HuggingFaceTrainModule, known[type(config)]):  # type: ignore[misc]
         def on_weights_materialized(self) -> None:
-            self.optimizer = optimizer([one for one in self.parameters() if one.requires_grad])
+            self.optimizer = make([one for one in self.parameters() if one.requires_grad])
 
     try:
         with meta_device():

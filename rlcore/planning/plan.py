@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rlcore.arguments import COUNT, MAPPING, optional, takes
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.errors import InvalidInputError
 from rlcore.planning.hardware import Hardware, hardware
-from rlcore.planning.layout import Layout, Recompute
-from rlcore.planning.model import MakeOptimizer, PlannedModel, adamw, planned_model
+from rlcore.planning.layout import Recompute, StepLayout
+from rlcore.planning.model import MakeOptimizer, PlannedModel, planned_model
 from rlcore.planning.rates import Rates
-from rlcore.planning.step import Sampler, StepPlan, fitting, plan_step, schedule
+from rlcore.planning.step import SamplerSize, StepPlan, fitting, plan_step, schedule
 from rlcore.planning.traces import Traces, cache_bytes_per_token
 
 _SHOWN = 5
 _RECOMPUTE: tuple[Recompute, ...] = (False, "selective", True)
 """The least to compute first."""
-_MULTIPLES = (8, 4, 2, 1)
-_MOST_TOKENS = 65536
+_MULTIPLES = (4, 2, 1)
+_MOST_TOKENS = 32768
 """The longest sequences of a micro-batch that is looked for, and the tokens beyond which a larger one gains nothing."""
 _SEQUENCES = 32
 """Sequences of the longest that the sampler's cache must hold: with fewer, vLLM computes for too few at a time."""
-_STEP = 256
+_STEP, _TRIES, _CAUTION = 256, 3, 0.98
+_LARGEST = 1 << 17
+"""Tokens of a micro-batch beyond which nobody looks: it would keep any device busy."""
 _SIZES = {"count": optional(COUNT), "max_tokens": optional(COUNT), "longest": COUNT, "tensor_parallel": optional(COUNT)}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """The answer of ``rlcore.plan``. ``str(plan)`` is what ``rlcore plan`` prints."""
 
     model: PlannedModel
@@ -43,7 +44,7 @@ class Plan:
     others: tuple[StepPlan, ...]
     """The next best."""
     largest_max_tokens: int
-    """The most ``max_tokens_per_micro_batch`` with which the best layout fits; 0 where it does not fit."""
+    """The most ``max_tokens_per_micro_batch`` with which the best layout fits, at most 131,072; 0 where none does."""
     has_sampler: bool
 
     @property
@@ -96,11 +97,11 @@ def plan(
     tensor_parallel: int | None = None,
     sampler: bool = True,
     lora: Mapping[str, Any] | int | None = None,
-    optimizer: MakeOptimizer = adamw,
+    optimizer: MakeOptimizer | None = None,
     options: Mapping[str, Any] | None = None,
     record: str | os.PathLike[str] | None = None,
-) -> Plan:
-    """Plan a step of reinforcement learning on devices that need not be here; nothing is computed or read.
+) -> MemoryPlan:
+    """MemoryPlan a step of reinforcement learning on devices that need not be here; nothing is computed or read.
 
     What is left out is looked for: the layouts that fit are compared by what they compute, then by what they move.
 
@@ -118,7 +119,7 @@ def plan(
         tensor_parallel: devices of one copy of the sampler.
         sampler: False plans the trainer alone.
         lora: the rank of adapters on all linear layers, or the arguments of ``peft.LoraConfig``.
-        optimizer: makes the optimizer of the trained parameters; by default torch's fused AdamW.
+        optimizer: makes the optimizer of the trained parameters; None is torch's fused AdamW.
         options: further build options of the fsdp2 executor; by default ``compute_dtype="bfloat16"``.
         record: a file of ``rlcore bench`` of such a device, from which seconds are computed.
 
@@ -131,7 +132,7 @@ def plan(
     common = {"compute_dtype": "bfloat16"} if options is None else dict(options)
     _check(common, longest, prompt_tokens, max_tokens)
     traces = Traces(found, target, longest, prompt_tokens, common)
-    wanted = _Wanted(count or 1, max_tokens, recompute, replicas, tensor_parallel)
+    wanted = _LayoutSearch(count or 1, max_tokens, recompute, replicas, tensor_parallel)
     needs = _sampler_of(found) if sampler else None
     best, *others = _ranked(traces, wanted, needs)
     rates = Rates.of(record, target) if record is not None else None
@@ -139,12 +140,12 @@ def plan(
         weight_bytes = 2 * found.num_parameters
         best, *others = [rates.timed(one, weight_bytes) for one in (best, *others)]
     most = _largest(traces, best, needs) if best.fits else 0
-    return Plan(found, target, common, best, tuple(others[: _SHOWN - 1]), most, needs is not None)
+    return MemoryPlan(found, target, common, best, tuple(others[: _SHOWN - 1]), most, needs is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the caller has fixed; None is looked for."""
+class _LayoutSearch:
+    """The layouts to look at; a size that is None is looked for."""
 
     count: int
     max_tokens: int | None
@@ -152,7 +153,7 @@ class _Wanted:
     replicas: int | None
     tensor_parallel: int | None
 
-    def layouts(self, longest: int) -> Iterator[list[Layout]]:
+    def layouts(self, longest: int) -> Iterator[list[StepLayout]]:
         """Yield layouts that differ in tokens alone, the most first."""
         divisors = [size for size in range(1, self.count + 1) if self.count % size == 0]
         copies = divisors if self.replicas is None else [self.replicas]
@@ -162,7 +163,7 @@ class _Wanted:
         for recompute in levels:
             for replicas in copies:
                 for width in widths:
-                    base = Layout(count=self.count, replicas=replicas, tensor_parallel=width, recompute=recompute)
+                    base = StepLayout(count=self.count, replicas=replicas, tensor_parallel=width, recompute=recompute)
                     yield [replace(base, max_tokens=size) for size in sizes]
 
 
@@ -186,16 +187,16 @@ def _check(options: dict[str, Any], longest: int, prompt_tokens: int, max_tokens
         raise InvalidInputError(f"prompt_tokens must be from 0 to below longest={longest}, got {prompt_tokens!r}")
     if max_tokens is not None and max_tokens < longest:
         raise InvalidInputError(
-            f"max_tokens={max_tokens} does not hold the longest sequence of {longest} tokens; raise it, or lower longest"
+            f"max_tokens={max_tokens} is less than longest={longest}, the tokens of one sequence; raise it"
         )
 
 
-def _sampler_of(model: PlannedModel) -> Sampler:
+def _sampler_of(model: PlannedModel) -> SamplerSize:
     base = sum(p.numel() for name, p in model.module.named_parameters() if ".lora_" not in name)
-    return Sampler(weight_bytes=2 * base, token_bytes=cache_bytes_per_token(model))
+    return SamplerSize(weight_bytes=2 * base, token_bytes=cache_bytes_per_token(model))
 
 
-def _ranked(traces: Traces, wanted: _Wanted, sampler: Sampler | None) -> list[StepPlan]:
+def _ranked(traces: Traces, wanted: _LayoutSearch, sampler: SamplerSize | None) -> list[StepPlan]:
     """Return plans that fit, the best first; or the one that lacks the least."""
     for name, size in (("replicas", wanted.replicas), ("tensor_parallel", wanted.tensor_parallel)):
         if size is not None and wanted.count % size:
@@ -219,7 +220,7 @@ def _ranked(traces: Traces, wanted: _Wanted, sampler: Sampler | None) -> list[St
 
 
 def _cost(plan: StepPlan) -> tuple[float, ...]:
-    """Return what is compared: work for each token, what is moved, exchanges, copies of the sampler, tokens at a time."""
+    """Return work for each token, moves, exchanges, parts of the sampler and tokens at a time: the best are least."""
     layout = plan.layout
     return (
         plan.flops / layout.max_tokens,
@@ -230,21 +231,28 @@ def _cost(plan: StepPlan) -> tuple[float, ...]:
     )
 
 
-def _largest(traces: Traces, best: StepPlan, sampler: Sampler | None) -> int:
-    """Return the largest micro-batch that fits, in steps of some hundred tokens."""
+def _largest(traces: Traces, best: StepPlan, sampler: SamplerSize | None) -> int:
+    """Return the largest micro-batch that fits, to some hundred tokens.
 
-    def fits(tokens: int) -> bool:
-        return plan_step(traces, replace(best.layout, max_tokens=tokens), sampler).fits
+    Memory grows by the same for each token, as soon as a micro-batch is large: the next size is found on the line
+    through the last two, and planned in turn.
+    """
 
-    low, high = best.layout.max_tokens, 2 * best.layout.max_tokens
-    while high <= _MOST_TOKENS * 2 and fits(high):
-        low, high = high, 2 * high
-    step = max(_STEP, low // 16)
-    while high - low > step:
-        middle = (low + high) // 2 // _STEP * _STEP
-        if middle in {low, high}:
+    def spare(tokens: int) -> int:
+        return plan_step(traces, replace(best.layout, max_tokens=tokens), sampler).spare_bytes
+
+    low, room = best.layout.max_tokens, best.spare_bytes
+    high = 2 * low
+    for _ in range(_TRIES):
+        high = min(high, max(_LARGEST, low + 1))
+        room_there = spare(high)
+        slope = (room - room_there) / (high - low)
+        if slope <= 0:
+            return high
+        if room_there >= 0:
+            low, room = high, room_there
+        guess = int((low + room / slope * _CAUTION) // _STEP * _STEP)
+        if abs(guess - low) < _STEP or low >= _LARGEST:
             break
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        high = guess
     return low
-
-

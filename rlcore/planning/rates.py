@@ -16,7 +16,7 @@ from rlcore.bench.record import CaseResult, Record, read
 from rlcore.errors import InvalidInputError
 from rlcore.planning.hardware import Hardware
 from rlcore.planning.model import planned_model
-from rlcore.planning.step import Phase, StepPlan
+from rlcore.planning.step import StepPlan
 from rlcore.planning.traces import Traces
 
 Range = tuple[float, float]
@@ -26,7 +26,7 @@ _RECOMPUTE = {"True": True, "False": False}
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a record says, each as the least and the most."""
+    """The rates of a record, each as the least and the most."""
 
     flops_per_s: Range | None
     sync_bytes_per_s: Range | None
@@ -41,9 +41,7 @@ class Rates:
             InvalidInputError: it has neither training steps nor weight syncs.
         """
         record = read(Path(file))
-        rates = cls(
-            _range(_step_rates(record, device)), _range(_sync_rates(record)), _range(_host_rates(record))
-        )
+        rates = cls(_range(_step_rates(record, device)), _range(_sync_rates(record)), _range(_host_rates(record)))
         if rates.flops_per_s is None and rates.sync_bytes_per_s is None:
             raise InvalidInputError(
                 f"{file} has measured no training step and no weight sync; "
@@ -57,13 +55,9 @@ class Rates:
             "score": _over(plan.score_flops, self.flops_per_s),
             "train": _over(plan.flops, self.flops_per_s),
             "sync": _over(weight_bytes, self.sync_bytes_per_s),
-            "sample": _over(plan.moved_bytes, self.host_bytes_per_s),
         }
-        return replace(plan, phases=tuple(_with_seconds(phase, found[phase.name]) for phase in plan.phases))
-
-
-def _with_seconds(phase: Phase, seconds: Range | None) -> Phase:
-    return replace(phase, seconds=seconds)
+        phases = tuple(replace(phase, seconds=found.get(phase.name)) for phase in plan.phases)
+        return replace(plan, phases=phases, move_seconds=_over(plan.moved_bytes, self.host_bytes_per_s))
 
 
 def _over(amount: float, rate: Range | None) -> Range | None:

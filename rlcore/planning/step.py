@@ -5,38 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rlcore.engines.memory_plan.trainer import Peak
-from rlcore.planning.layout import Layout
+from rlcore.engines.memory_plan.trainer import PhasePeak
+from rlcore.planning.layout import StepLayout
 from rlcore.planning.traces import Traces
 
 _KV_SHARE = 0.7
-"""Of the memory that the sampler's weights leave free, as ``engines/sampling/vllm/arguments.py`` gives it to vLLM; the
-rest is for its activations and captured graphs."""
+"""The share of the memory that the sampler's weights leave free, as ``engines/sampling/vllm/arguments.py`` gives it to
+vLLM; the rest is for its activations and captured graphs."""
 AWAY = ((), ("optimizer",), ("optimizer", "weights"))
-"""What of the trainer leaves the device while the sampler runs; the first that fits moves the least."""
+"""The tags of the trainer that leave the device while the sampler runs; the first that fits moves the least."""
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseMemory:
     """One phase of a step, on each device."""
 
     name: str
     device_bytes: int
-    """All processes together, with their contexts and what their allocators keep."""
+    """All processes together, with their contexts and what their allocators keep; in the phase "sample" without what
+    the sampler's activations and captured graphs take, for which the rest is left free."""
     parts: Mapping[str, int]
     """Bytes by what they are."""
     host_bytes: int
     """Host memory of what is away, for each device."""
     seconds: tuple[float, float] | None = None
-    """From a record, the least and the most."""
+    """From a record, the least and the most: of one micro-batch of score and train, of a whole sync."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class SamplerSize:
     """The sampler of a plan: vLLM, in 16 bits."""
 
     weight_bytes: int
-    """Of a whole copy."""
+    """The weights of a whole copy."""
     token_bytes: int
     """Keys and values of one token."""
 
@@ -45,8 +46,8 @@ class Sampler:
 class StepPlan:
     """A layout with its phases."""
 
-    layout: Layout
-    phases: tuple[Phase, ...]
+    layout: StepLayout
+    phases: tuple[PhaseMemory, ...]
     capacity: int
     """The memory of a device."""
     kv_tokens: int
@@ -54,8 +55,10 @@ class StepPlan:
     moved_bytes: int
     """Copied to the host and back in a step, for each device."""
     flops: int
-    """Of one micro-batch of training, for each device."""
+    """Operations of one micro-batch of training, for each device."""
     score_flops: int
+    move_seconds: tuple[float, float] | None = None
+    """The time of ``moved_bytes``, from a record."""
 
     @property
     def fits(self) -> bool:
@@ -63,12 +66,12 @@ class StepPlan:
 
     @property
     def spare_bytes(self) -> int:
-        """Return what is left in the phase that takes the most."""
-        return self.capacity - max(phase.device_bytes for phase in self.phases)
+        """Return what is left in the phase that leaves the least; the KV cache takes a share of what there is."""
+        return self.capacity - max(phase.device_bytes for phase in self.phases if phase.name != "sample")
 
 
 @dataclass(frozen=True, slots=True)
-class _Trainer:
+class _TrainerMemory:
     """The trainer on one device."""
 
     held: dict[str, int]
@@ -78,49 +81,54 @@ class _Trainer:
     score_flops: int
 
 
-def plan_step(traces: Traces, layout: Layout, sampler: Sampler | None) -> StepPlan:
+def plan_step(traces: Traces, layout: StepLayout, sampler: SamplerSize | None) -> StepPlan:
     """Return the phases of a step: sample, score, train and sync; without a sampler score and train."""
     device, trainer = traces.device, _trainer(traces, layout)
     context, away = device.context_bytes, layout.offload
     resident = {name: size for name, size in trainer.held.items() if name not in away}
     host_bytes = sum(size for name, size in trainer.held.items() if name in away)
-    phases: list[Phase] = []
+    phases: list[PhaseMemory] = []
     kv_tokens = 0
     if sampler is not None:
         weights = -(-sampler.weight_bytes // layout.tensor_parallel)
         room = device.total_bytes - 2 * context - sum(resident.values()) - weights
         kv_bytes = max(0, int(room * _KV_SHARE))
         kv_tokens = kv_bytes * layout.tensor_parallel // sampler.token_bytes if sampler.token_bytes else 0
-        graphs = max(0, room - kv_bytes) if room > 0 else 0
-        sampling = {"sampler's weights": weights, "KV cache": kv_bytes, "room for graphs and activations": graphs}
+        sampling = {"sampler's weights": weights, "KV cache": kv_bytes}
         contexts = {"contexts": 2 * context}
         phases.append(_phase("sample", resident | sampling | contexts, host_bytes))
         sampler_host = {"score": weights, "train": weights}
     else:
         contexts, sampler_host, weights = {"contexts": context}, {}, 0
     scoring = {name: size for name, size in trainer.score.items() if name != "optimizer" or name not in away}
-    phases.append(_phase("score", scoring | contexts, sampler_host.get("score", 0) + _host(trainer, away, ("optimizer",))))
+    phases.append(
+        _phase("score", scoring | contexts, sampler_host.get("score", 0) + _host(trainer, away, ("optimizer",)))
+    )
     phases.append(_phase("train", dict(trainer.train) | contexts, sampler_host.get("train", 0)))
     if sampler is not None:
         syncing = {name: size for name, size in trainer.held.items() if name == "weights" or name not in away}
-        phases.append(_phase("sync", syncing | {"sampler's weights": weights} | contexts, _host(trainer, away, ("optimizer",))))
+        phases.append(
+            _phase("sync", syncing | {"sampler's weights": weights} | contexts, _host(trainer, away, ("optimizer",)))
+        )
     moved = 2 * (host_bytes + (weights if sampler is not None else 0))
     return StepPlan(layout, tuple(phases), device.total_bytes, kv_tokens, moved, trainer.flops, trainer.score_flops)
 
 
-def _host(trainer: _Trainer, away: tuple[str, ...], tags: tuple[str, ...]) -> int:
+def _host(trainer: _TrainerMemory, away: tuple[str, ...], tags: tuple[str, ...]) -> int:
     return sum(trainer.held[tag] for tag in tags if tag in away and tag in trainer.held)
 
 
-def _phase(name: str, parts: Mapping[str, int], host_bytes: int) -> Phase:
-    return Phase(name, sum(parts.values()), {part: size for part, size in parts.items() if size}, host_bytes)
+def _phase(name: str, parts: Mapping[str, int], host_bytes: int) -> PhaseMemory:
+    return PhaseMemory(name, sum(parts.values()), {part: size for part, size in parts.items() if size}, host_bytes)
 
 
-def _trainer(traces: Traces, layout: Layout) -> _Trainer:
+def _trainer(traces: Traces, layout: StepLayout) -> _TrainerMemory:
     if layout.shards == 1:
         trace = traces.trace(layout.recompute, layout.max_tokens)
         held = {name: trace.held.get(name, 0) for name in ("weights", "optimizer")}
-        return _Trainer(held, _with_cached(trace.score), _with_cached(trace.train), trace.train.flops, trace.score.flops)
+        return _TrainerMemory(
+            held, _with_cached(trace.score), _with_cached(trace.train), trace.train.flops, trace.score.flops
+        )
     whole = traces.trace(layout.recompute, layout.max_tokens)
     trace = traces.trace(layout.recompute, layout.max_tokens, is_gathered=True)
     found, shards = traces.gathered(), layout.shards
@@ -130,7 +138,7 @@ def _trainer(traces: Traces, layout: Layout) -> _Trainer:
     gradients = -(-found.whole_gradients // shards) if reduces_each else found.whole_gradients
     of_train = {"gradients": gradients, "gradients in exchange": found.exchange}
     of_train |= {"gathered weights": found.weights} | _computed(trace.train)
-    return _Trainer(
+    return _TrainerMemory(
         held,
         _cached(held | of_score, trace.score),
         _cached(held | of_train, trace.train),
@@ -139,21 +147,21 @@ def _trainer(traces: Traces, layout: Layout) -> _Trainer:
     )
 
 
-def _computed(peak: Peak) -> dict[str, int]:
+def _computed(peak: PhasePeak) -> dict[str, int]:
     return {name: peak.parts.get(name, 0) for name in ("activations", "logits")}
 
 
-def _with_cached(peak: Peak) -> dict[str, int]:
+def _with_cached(peak: PhasePeak) -> dict[str, int]:
     return {**peak.parts, "kept by the allocator": peak.reserved - sum(peak.parts.values())}
 
 
-def _cached(parts: dict[str, int], like: Peak) -> dict[str, int]:
+def _cached(parts: dict[str, int], like: PhasePeak) -> dict[str, int]:
     """Add what the allocator would keep if it kept as large a share as in a trace."""
     share = like.reserved / max(like.allocated, 1) - 1
     return {**parts, "kept by the allocator": int(sum(parts.values()) * share)}
 
 
-def fitting(traces: Traces, layout: Layout, sampler: Sampler | None, min_kv_tokens: int) -> Iterator[StepPlan]:
+def fitting(traces: Traces, layout: StepLayout, sampler: SamplerSize | None, min_kv_tokens: int) -> Iterator[StepPlan]:
     """Yield the plan with the least to move that fits, if there is one."""
     for away in AWAY if sampler is not None else AWAY[:1]:
         found = plan_step(traces, replace(layout, offload=away), sampler)

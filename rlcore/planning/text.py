@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rlcore.planning.step import Phase, StepPlan, schedule
+from rlcore.planning.step import PhaseMemory, StepPlan, schedule
 
 if TYPE_CHECKING:
-    from rlcore.planning.plan import Plan
+    from rlcore.planning.plan import MemoryPlan
 
 _GIB = 2**30
 
 
-def text_of(plan: Plan) -> str:
+def text_of(plan: MemoryPlan) -> str:
     return "\n".join(_lines(plan))
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _lines(plan: MemoryPlan) -> Iterator[str]:
     best, device = plan.best, plan.device
-    trained = "" if plan.model.num_trained == plan.model.num_parameters else f", {_count(plan.model.num_trained)} trained"
+    trained = (
+        "" if plan.model.num_trained == plan.model.num_parameters else f", {_count(plan.model.num_trained)} trained"
+    )
     yield f"{plan.model.name}: {_count(plan.model.num_parameters)} parameters{trained}"
     yield f"on {best.layout.count} x {device.name}, {_gib(device.total_bytes)} GiB each"
     yield ""
@@ -27,11 +29,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     if best.fits:
         yield f"It fits, with {_gib(best.spare_bytes)} GiB of a device to spare."
-        yield f"The largest max_tokens_per_micro_batch is {plan.largest_max_tokens}."
+        yield f"The largest max_tokens_per_micro_batch is about {plan.largest_max_tokens}."
     else:
         yield f"It does not fit: {_gib(-best.spare_bytes)} GiB of a device are missing. {_remedy(best)}"
     if plan.has_sampler:
         yield f"The sampler's KV cache holds {best.kv_tokens} tokens on {best.layout.tensor_parallel} device(s)."
+        yield f"{_gib(best.moved_bytes)} GiB a device move to the host or back in a step{_moving(best)}."
     yield ""
     yield f"train.build({_arguments(dict(plan.options) | best.layout.build_options())})"
     if plan.has_sampler:
@@ -47,7 +50,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 def _phase_rows(plan: StepPlan) -> Iterator[list[str]]:
     has_seconds = any(phase.seconds for phase in plan.phases)
-    yield ["phase", "GiB of a device", "host GiB", *(["seconds"] if has_seconds else []), "of these"]
+    yield ["phase", "GiB of a device", "host GiB", *(["seconds a micro-batch"] if has_seconds else []), "of these"]
     for phase in plan.phases:
         seconds = [_seconds(phase)] if has_seconds else []
         yield [phase.name, _gib(phase.device_bytes), _gib(phase.host_bytes), *seconds, _parts(phase)]
@@ -69,12 +72,16 @@ def _remedy(plan: StepPlan) -> str:
     return f"Most of it are the {part} of the phase {worst.name}; what helps: {ways}."
 
 
-def _parts(phase: Phase) -> str:
+def _parts(phase: PhaseMemory) -> str:
     largest = sorted(phase.parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size >= _GIB // 100)
 
 
-def _seconds(phase: Phase) -> str:
+def _moving(plan: StepPlan) -> str:
+    return "" if plan.move_seconds is None else ", in {:.3g} to {:.3g} s".format(*plan.move_seconds)
+
+
+def _seconds(phase: PhaseMemory) -> str:
     return "not in the record" if phase.seconds is None else "{:.3g} to {:.3g}".format(*phase.seconds)
 
 

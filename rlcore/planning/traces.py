@@ -12,8 +12,8 @@ import torch
 from rlcore.engines.executors.materialize import retype
 from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding
-from rlcore.engines.memory_plan.ranks import Gathered, gathered
-from rlcore.engines.memory_plan.trainer import Peak, PlannedTrainer, batch_of
+from rlcore.engines.memory_plan.ranks import GatheredBytes, gathered
+from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.planning.hardware import Hardware
 from rlcore.planning.layout import Recompute
@@ -21,14 +21,14 @@ from rlcore.planning.model import PlannedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class StepTrace:
     """The memory of one device that has the whole model."""
 
     held: dict[str, int]
     """Bytes between two steps, by what they are."""
-    score: Peak
-    train: Peak
-    """Of a micro-batch after another one."""
+    score: PhasePeak
+    train: PhasePeak
+    """The peak of a micro-batch after another one."""
 
 
 class Traces:
@@ -51,7 +51,7 @@ class Traces:
     def sharding(self, recompute: Recompute) -> Sharding:
         return Sharding(**{**self.options, "activation_checkpointing": recompute})
 
-    def _gathered(self) -> Gathered:
+    def _gathered(self) -> GatheredBytes:
         return gathered(self.model.module, self.sharding(recompute=False))
 
     def lengths(self, max_tokens: int) -> list[int]:
@@ -59,8 +59,8 @@ class Traces:
         count, rest = divmod(max_tokens, self.longest)
         return [self.longest] * count + ([rest] if rest > 1 else [])
 
-    def _trace(self, recompute: Recompute, max_tokens: int, *, is_gathered: bool = False) -> Trace:
-        """Trace scoring and training of one full micro-batch.
+    def _trace(self, recompute: Recompute, max_tokens: int, *, is_gathered: bool = False) -> StepTrace:
+        """StepTrace scoring and training of one full micro-batch.
 
         Args:
             is_gathered: parameters have the compute dtype, as those that FSDP has gathered: nothing is cast.
@@ -72,11 +72,11 @@ class Traces:
         trainer.make_optimizer_state()
         held = trainer.held()
         batch = batch_of(self.lengths(max_tokens), self.prompt_tokens)
-        common = {"max_tokens_per_micro_batch": max_tokens, "temperature": 1.0}
+        common: dict[str, Any] = {"max_tokens_per_micro_batch": max_tokens, "temperature": 1.0}
         score = trainer.score(batch, ScoreOptions(**common, top_p=1.0, top_k=-1))
         trainer.make_gradients()
         options = StepOptions(**common, max_grad_norm=1.0, with_entropy=True)
-        return Trace(held, score, trainer.train(batch, ppo_clip(), options))
+        return StepTrace(held, score, trainer.train(batch, ppo_clip(), options))
 
 
 def cache_bytes_per_token(model: PlannedModel) -> int:
@@ -90,4 +90,4 @@ def cache_bytes_per_token(model: PlannedModel) -> int:
         tokens = torch.zeros(1, num_tokens, dtype=torch.long)
         cache = decoder(input_ids=tokens, use_cache=True).past_key_values
     held = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum(held) // num_tokens
+    return int(sum(held)) // num_tokens

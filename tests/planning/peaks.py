@@ -63,14 +63,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 """The configuration of each model, and the arguments of its LoRA."""
 
 _UNEVEN = [2048, 1536, 1024, 1024, 768, 512, 512, 256, 256, 128, 64, 64]  # 8192 tokens
+_OTHER = [1900, 1100, 900, 700, 640, 380, 250, 130]  # 6000 tokens
 SETUPS: dict[str, dict[str, Any]] = {
     "recompute, 8k": {
         "build": {"activation_checkpointing": True, "compute_dtype": "bfloat16"},
         "lengths": _UNEVEN * 3, "max_tokens": 8192,
-    },
-    "keep, 4k": {
-        "build": {"activation_checkpointing": False, "compute_dtype": "bfloat16"},
-        "lengths": [1024, 768, 512, 512, 512, 256, 256, 256] * 3, "max_tokens": 4096,
     },
     "selective, 4k": {
         "build": {"activation_checkpointing": "selective", "compute_dtype": "bfloat16"},
@@ -79,6 +76,22 @@ SETUPS: dict[str, dict[str, Any]] = {
     "bfloat16, 32k, offload": {
         "build": {"activation_checkpointing": True, "dtype": "bfloat16"},
         "lengths": [4096] * 6 + _UNEVEN * 5, "max_tokens": 32_768, "offload": True,
+    },
+    "recompute, 12k": {
+        "build": {"activation_checkpointing": True, "compute_dtype": "bfloat16"},
+        "lengths": _OTHER * 4, "max_tokens": 12_000,
+    },
+    "keep, 3k": {
+        "build": {"activation_checkpointing": False, "compute_dtype": "bfloat16"},
+        "lengths": [1100, 900, 700, 300] * 2, "max_tokens": 3000,
+    },
+    "selective, 6k": {
+        "build": {"activation_checkpointing": "selective", "compute_dtype": "bfloat16"},
+        "lengths": _OTHER * 2, "max_tokens": 6000,
+    },
+    "bfloat16, 24k, offload": {
+        "build": {"activation_checkpointing": True, "dtype": "bfloat16"},
+        "lengths": [5000] * 4 + [1000] * 4 + _OTHER * 4, "max_tokens": 24_000, "offload": True,
     },
 }  # fmt: skip
 """The options of ``build``, the lengths of the sequences of a step, and the most tokens of a micro-batch."""
@@ -129,7 +142,7 @@ def _fresh() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def measure(model: str, setup: str, layers: int | None = None, history: bool = False) -> dict[str, Any]:
+def measure(model: str, setup: str, layers: int | None = None) -> dict[str, Any]:
     """Return the peaks of each phase of one engine."""
     config, lora = MODELS[model]
     if layers is not None:
@@ -143,16 +156,12 @@ def measure(model: str, setup: str, layers: int | None = None, history: bool = F
     with engine:
         engine.build(devices=["cuda:0"], launcher="inline", timeout_s=300.0, **options["build"])
         found["build"] = _peaks()
-        for number in (1, 2, 3):
-            if number == 2 and history:
-                torch.cuda.memory._record_memory_history(stacks="python")
+        for number in (1, 2):
             started = time.perf_counter()
             metrics = engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=most)
             found[f"train {number}"] = _peaks() | {"seconds": time.perf_counter() - started, "loss": metrics["loss"]}
-            if number == 2 and history:
-                found["history"] = _history()
         if options.get("offload"):
-            engine.offload("optimizer", "grads")
+            engine.offload("optimizer")
             found["offloaded"] = _peaks()
         started = time.perf_counter()
         engine.forward_logprobs(batch, max_tokens_per_micro_batch=most)
@@ -165,22 +174,6 @@ def measure(model: str, setup: str, layers: int | None = None, history: bool = F
     return found
 
 
-def _history() -> list[list[Any]]:
-    snapshot = torch.cuda.memory._snapshot()
-    torch.cuda.memory._record_memory_history(enabled=None)
-    wanted = ("alloc", "free_completed", "segment_alloc", "segment_free")
-    return [
-        [event["action"], event["size"], event["addr"], _place(event.get("frames", ()))]
-        for event in snapshot["device_traces"][0]
-        if event["action"] in wanted
-    ]
-
-
-def _place(frames: Any) -> str:
-    own = [f"{Path(frame['filename']).name}:{frame['line']}" for frame in frames[:12]]
-    return " < ".join(own[:5])
-
-
 def _forget(error: BaseException | None) -> None:
     """Drop the frames of an error, which hold the tensors of its engine."""
     while error is not None:
@@ -190,25 +183,28 @@ def _forget(error: BaseException | None) -> None:
 
 def main(file: str, *names: str) -> None:
     torch.cuda.init()
+    properties = torch.cuda.get_device_properties(0)
     about = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": __import__("triton").__version__,
-        "transformers": __import__("transformers").__version__, "cores": torch.cuda.get_device_properties(0).multi_processor_count,
+        "device": properties.name,
+        "torch": torch.__version__,
+        "transformers": __import__("transformers").__version__,
+        "cores": properties.multi_processor_count,
         "total": torch.cuda.mem_get_info()[1],
-    }  # fmt: skip
+    }
     runs: list[dict[str, Any]] = []
-    jobs: list[tuple[str, str, int | None, bool]] = []
-    jobs += [(model, setup, None, False) for setup in SETUPS for model in MODELS if not names or model in names]
-    for model, setup, layers, history in jobs:
+    chosen = [model for model in MODELS if not names or model in names]
+    jobs = [(model, setup) for setup in list(SETUPS)[-4:] for model in chosen]
+    for model, setup in sorted(jobs, key=lambda job: "7b" in job[0]):  # the largest last
         started = time.perf_counter()
         try:
-            runs.append(measure(model, setup, layers, history))
+            runs.append(measure(model, setup))
         except Exception as error:
             traceback.print_exc()
-            runs.append({"model": model, "setup": setup, "layers": layers, "error": f"{type(error).__name__}: {error}"})
+            runs.append({"model": model, "setup": setup, "error": f"{type(error).__name__}: {error}"})
             _forget(error)
         one = runs[-1]
         peak = one.get("train 2", {}).get("peak", 0) / 2**30
-        print(f"{model:20} {setup:24} {layers!s:5} {peak:7.2f} GiB  {time.perf_counter() - started:5.1f} s", flush=True)
+        print(f"{model:20} {setup:24} {peak:7.2f} GiB  {time.perf_counter() - started:5.1f} s", flush=True)
         Path(file).write_text(json.dumps({"about": about, "runs": runs}))
 
 
