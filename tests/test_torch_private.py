@@ -438,7 +438,7 @@ def a_fused_step_is_one_operation_in_place() -> None:
     weight.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([weight], fused=True)
     optimizer.step()
-    assert operations_of(optimizer.step)[-1] in of_engines.CHANGES_VALUES_ALONE
+    assert of_engines.CHANGES_VALUES_ALONE.intersection(operations_of(optimizer.step))
 
 
 @contract("HOST_ATTENTION", "FLASH_ATTENTION", "MASKED_ATTENTION")

@@ -217,7 +217,9 @@ PLANTED = [
     Planted(1, damage_is_not_looked_for, "load", "zeroed_data", "0", "damage was not found|as if nothing had", True),
     Planted(2, load_changes_before_it_checks, "load", "lost_file", "0", "has changed weights or optimizer", True),
     Planted(3, the_first_rank_is_blamed, "train", "stop", "4", "blames another"),
-    Planted(4, listeners_take_strangers, "train", "connections", "0", "no error was promised, and Worker(Died|Error)", True),
+    Planted(
+        4, listeners_take_strangers, "train", "connections", "0", "no error was promised, and Worker(Died|Error)", True
+    ),
     Planted(4, limits_are_not_raised, "train", "connections", "0", "may have 1024 descriptors, and could have", True),
     Planted(5, a_mixture_is_served, "sync", "kill", "220", "neither its old weights nor the new ones"),
     Planted(6, a_death_is_an_earlier_failure, "save_in_background", "kill", "0", "the error (blames another|does not)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,16 @@ def test_a_file_of_rlcore_train_is_planned_as_it_says(tmp_path: Path) -> None:
     file.write_text(text + "trainer: {executor: deepspeed}\n")
     with pytest.raises(UnsupportedError, match="plans follow the steps of fsdp2"):
         arguments_of(str(file))
+
+
+@pytest.mark.slow
+def test_the_lines_in_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(rlcore.__file__).parents[1] / "docs" / "plan.md").read_text("utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "Qwen2.5-1.5B").mkdir()
+    (tmp_path / "Qwen2.5-1.5B" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    exec(block, {"rlcore": rlcore})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["sample", "score", "train", "sync"]
