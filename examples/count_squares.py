@@ -1,7 +1,7 @@
-"""A small Qwen2.5-VL learns to count the red squares of an image: a program with images from the prompt to the gradient.
+"""A small Qwen2.5-VL learns to count the red squares of an image: images from the prompt to the gradient.
 
-The model is made here, with random weights, and so are the images: a few fields, each empty, blue or red. A right answer
-earns 1, a near one less. The score is the share of right greedy answers to images that are not trained on.
+The model is made here, with random weights, and so are the images: a few fields, each empty, blue or red. A right
+answer earns 1, a near one less. The score is the share of right greedy answers to images that are not trained on.
 
 Letters: P prompts, n answers to each.
 """
@@ -128,7 +128,8 @@ def rewards(outputs: list[Any], red: Tensor) -> Tensor:
 def score(infer: rlcore.InferenceEngine, held_out: tuple[list[dict[str, Any]], Tensor]) -> float:
     prompts, red = held_out
     outputs = infer.generate(prompts, {"temperature": 0.0, "max_tokens": 1}, progress=False)
-    return sum(output.outputs[0].token_ids[0] == one for output, one in zip(outputs, red.tolist())) / len(red)
+    answers = torch.tensor([output.outputs[0].token_ids[0] for output in outputs])
+    return float((answers == red).float().mean())
 
 
 def main(argv: list[str] | None = None) -> tuple[float, float]:
