@@ -40,9 +40,9 @@ class RankBatch:
     num_micro_batches: int
     """The same on all ranks: a rank that needs fewer adds empty micro-batches, so that collectives match."""
     num_parts: int = 1
-    """The number of ranks that have this batch and share the tokens of each micro-batch (sequence parallelism)."""
+    """The parts into which the tokens of each micro-batch are cut (sequence parallelism)."""
     part: int = 0
-    """The position of this rank among them."""
+    """The number of this rank's part."""
     inputs: Mapping[str, SequenceInput] = field(default_factory=dict)
     """Inputs of the sequences beside their tokens, such as images."""
     has_companion: bool = False
@@ -54,13 +54,16 @@ def rank_batches(
     packed: Mapping[str, Tensor],
     num_ranks: int,
     max_tokens: int,
+    *,
     sequence_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
     inputs: Mapping[str, SequenceInput] | None = None,
 ) -> list[RankBatch]:
     """Split a packed batch into parts of about equal tokens.
 
     Args:
-        sequence_parallel_size: neighbouring ranks that share one part.
+        sequence_parallel_size: ranks that share one part, each computing some of its tokens.
+        tensor_parallel_size: neighbouring ranks that compute the same tokens.
         max_tokens: the most tokens of a micro-batch.
         inputs: of the sequences, beside their tokens.
 
@@ -73,10 +76,8 @@ def rank_batches(
         raise InvalidInputError(
             f"a sequence has {int(lengths_N.max())} tokens; max_tokens_per_micro_batch is {max_tokens}: raise it"
         )
-    parts = [
-        torch.tensor(part, dtype=torch.int64)
-        for part in balance(lengths_N.tolist(), num_bins=num_ranks // sequence_parallel_size)
-    ]
+    num_bins = num_ranks // sequence_parallel_size // tensor_parallel_size
+    parts = [torch.tensor(part, dtype=torch.int64) for part in balance(lengths_N.tolist(), num_bins=num_bins)]
     count = max(len(balance(lengths_N[part].tolist(), max_tokens=max_tokens)) for part in parts)
     companion = _companion(lengths_N, inputs) if inputs and len(parts) > 1 else None
     batches = []
@@ -94,7 +95,8 @@ def rank_batches(
             inputs={name: value[sequences].compact() for name, value in (inputs or {}).items()},
             has_companion=companion is not None,
         )
-        batches += [replace(shared, part=part) for part in range(sequence_parallel_size)]
+        for part in range(sequence_parallel_size):
+            batches += [replace(shared, part=part)] * tensor_parallel_size
     return batches
 
 

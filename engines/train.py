@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
@@ -35,6 +36,7 @@ from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
+from rlcore.parallel_plans import Sizes
 from rlcore.routing.replay import check_routes
 from rlcore.routing.routers import ROUTES
 from rlcore.sequence_input import SequenceInput
@@ -77,39 +79,82 @@ class TrainEngine(CheckpointedEngine):
         self._module_class = type(module)
         self._module = module
         self._weight_sync = WeightSync()
-        self._sequence_parallel_size = 1
+        self._sizes = Sizes()
         self._has_warned_of_mismatch = False
         super().__init__(executor)
 
     def build(
-        self, *, replicas: int = 1, data_parallel_size: int = 1, sequence_parallel_size: int = 1, **options: Any
+        self,
+        *,
+        replicas: int = 1,
+        data_parallel_size: int = 1,
+        sequence_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        **options: Any,
     ) -> Self:
         """Start the workers and load the weights; see ``Engine.build``.
 
-        There are ``replicas * data_parallel_size * sequence_parallel_size`` workers.
+        There are ``replicas * data_parallel_size * sequence_parallel_size * tensor_parallel_size`` workers.
 
         Args:
             replicas: copies of the weights (HSDP), each sharded over the workers of one.
             data_parallel_size: parts of each batch that the workers of one replica compute at a time.
             sequence_parallel_size: workers that share each part, every micro-batch cut into as many runs of tokens
                 (Ulysses): for sequences that are too long for one device. It must divide the attention's query heads.
+            tensor_parallel_size: neighbouring workers that compute the same tokens, each with its part of every large
+                matrix, by the plan that transformers has for the model. It must divide the heads of queries, and of
+                keys and values.
+            expert_parallel_size: neighbouring workers of one replica that have the experts of a mixture among them;
+                tokens travel to their experts. A multiple of ``tensor_parallel_size`` that divides the workers of a
+                replica and the experts. It adds no workers.
             options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
                 ``rlcore.engines.fsdp2.sharding.Sharding``, for "deepspeed" those of
                 ``rlcore.engines.deepspeed.options.ZeroOptions``.
         """
-        sizes = {"replicas": replicas, "sequence_parallel_size": sequence_parallel_size}
+        sizes = {
+            "replicas": replicas,
+            "sequence_parallel_size": sequence_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "expert_parallel_size": expert_parallel_size,
+        }
         for name, value in (sizes | {"data_parallel_size": data_parallel_size}).items():
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        in_replica = data_parallel_size * sequence_parallel_size * tensor_parallel_size
+        divides = expert_parallel_size % tensor_parallel_size == 0 == in_replica % expert_parallel_size
+        if expert_parallel_size > 1 and not divides:
+            raise InvalidInputError(
+                f"expert_parallel_size={expert_parallel_size} must be a multiple of "
+                f"tensor_parallel_size={tensor_parallel_size}, and divide the {in_replica} workers of a replica: "
+                "data_parallel_size * sequence_parallel_size * tensor_parallel_size"
+            )
         # a size of 1 is no option that an executor has to know
         options |= {name: value for name, value in sizes.items() if value > 1}
-        self._sequence_parallel_size = sequence_parallel_size
-        return super().build(data_parallel_size=replicas * data_parallel_size * sequence_parallel_size, **options)
+        self._sizes = Sizes(tensor_parallel_size, expert_parallel_size, sequence_parallel_size)
+        return super().build(data_parallel_size=replicas * in_replica // tensor_parallel_size, **options)
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
         self._executor_class.check_packages()
-        if self._sequence_parallel_size > 1:
-            self._module.check_sequence_parallel(self._sequence_parallel_size)
+        if self._sizes.tensor > 1:
+            self._check_takes_tensor_parallelism(options)
+        if self._sizes.sequences > 1:
+            self._module.check_sequence_parallel(self._sizes.sequences)
+        if self._sizes.tensor > 1 or self._sizes.experts > 1:
+            self._module.check_split(self._sizes)
+
+    def _check_takes_tensor_parallelism(self, options: dict[str, Any]) -> None:
+        """Check options with ``tensor_parallel_size``, which ``Engine.build`` keeps: it places the workers by it."""
+        options_class = self._executor_class.options_class
+        if options_class is None or "tensor_parallel_size" not in {one.name for one in fields(options_class)}:
+            raise UnsupportedError(
+                f"tensor_parallel_size={self._sizes.tensor} for executor {self._executor_name!r}",
+                "its workers do not share matrices; executor='fsdp2' can",
+            )
+        options_class(**self._of_executor(options))
+
+    def _of_executor(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options | ({"tensor_parallel_size": self._sizes.tensor} if self._sizes.tensor > 1 else {})
 
     def close(self) -> None:
         try:
@@ -118,6 +163,11 @@ class TrainEngine(CheckpointedEngine):
             self._weight_sync.close()
 
     close.__doc__ = CheckpointedEngine.close.__doc__
+
+    @property
+    def num_changes(self) -> int:
+        """A number that grows whenever the weights may have been changed."""
+        return self._num_changes
 
     @property
     def _num_parameters(self) -> int:
@@ -135,7 +185,8 @@ class TrainEngine(CheckpointedEngine):
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
         self._num_changes += 1
-        has_optimizer = self._call(TrainExecutor.build, copy.deepcopy(self._module), torch.initial_seed(), **options)
+        own = self._of_executor(options)
+        has_optimizer = self._call(TrainExecutor.build, copy.deepcopy(self._module), torch.initial_seed(), **own)
         if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
         if self._last_checkpoint is not None:
@@ -156,8 +207,8 @@ class TrainEngine(CheckpointedEngine):
         Args:
             gather: "list" gives one result a rank; "first" rank 0's; "mean" the mean of numbers; "cat" joins tensors,
                 lists or dicts of them, in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
-                Of sequence-parallel workers, which have the same arguments, "cat" takes the first one's result, and all
-                of them if an argument is split by ``NeedParallel(type="seq")``.
+                Of workers that have the same arguments (tensor and sequence parallelism), "cat" takes the first one's
+                result.
         """
         group = self._built_group()
         check_gather(gather)
@@ -165,13 +216,14 @@ class TrainEngine(CheckpointedEngine):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._require("weights", f"{name}()")
         self._num_changes += 1
-        num_workers, sharing = len(group.workers), self._sequence_parallel_size
-        calls = split_arguments(args, kwargs, num_workers, sharing)
+        num_workers, sizes = len(group.workers), self._sizes
+        calls = split_arguments(args, kwargs, num_workers, sizes.sequences, sizes.tensor)
         results = group.call(f"module.{name}", calls)
-        if gather == "cat" and not has_split_sequences(args, kwargs):
-            results = results[::sharing]
-        found = gathered(name, results, gather)
-        return in_row_order(found, args, kwargs, num_workers // sharing) if gather == "cat" else found
+        if gather != "cat":
+            return gathered(name, results, gather)
+        alike = sizes.tensor * (1 if has_split_sequences(args, kwargs) else sizes.sequences)
+        found = gathered(name, results[::alike], gather)
+        return in_row_order(found, args, kwargs, num_workers // (sizes.tensor * sizes.sequences))
 
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""
@@ -296,9 +348,9 @@ class TrainEngine(CheckpointedEngine):
     ) -> Mapping[str, SequenceInput]:
         """Return all that ``hidden_states`` needs beside the tokens."""
         found = self._module.prepare_inputs(packed, inputs)
-        if found and self._sequence_parallel_size > 1:
+        if found and self._sizes.sequences > 1:
             raise UnsupportedError(
-                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sequence_parallel_size}",
+                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sizes.sequences}",
                 "the tokens of an image would be on several ranks; build with sequence_parallel_size=1",
             )
         return found
@@ -349,8 +401,9 @@ class TrainEngine(CheckpointedEngine):
             packed,
             group.workers[0].context.world_size,
             options.max_tokens_per_micro_batch,
-            self._sequence_parallel_size,
-            inputs,
+            sequence_parallel_size=self._sizes.sequences,
+            tensor_parallel_size=self._sizes.tensor,
+            inputs=inputs,
         )
         calls: list[tuple[Any, dict[str, Any]]] = [
             ((batches[worker.context.rank], *args, options), {}) for worker in group.workers

@@ -99,6 +99,14 @@ def strided_split(placement: Any) -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
+def root_of(mesh: Any) -> Any:
+    """Return the mesh of which ``mesh`` has some of the dimensions, or itself.
+
+    A mesh alone does not say which other ranks have the same place in it. Since torch 2.10.
+    """
+    return mesh._get_root_mesh()
+
+
 def schema_of(operation: Any) -> Any:
     """Return the schema of an operation: its arguments, and which of them it changes.
 

@@ -48,7 +48,10 @@ from rlcore.weights.stored import Conversion
 from rlcore.weights.view import Adapters, WeightView, named_tensors
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from rlcore.packed.sequence_parallel import SequenceGroup
+    from rlcore.parallel_plans import Meshes, Sizes
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +82,8 @@ class OutputHead(NamedTuple):
     """[V]."""
     softcap: float | None = None
     logit_scale: float = 1.0
+    group: ProcessGroup | None = None
+    """The ranks that have the rows of the weight among them (tensor parallelism): ``weight`` is then this rank's."""
 
 
 class TrainModule(nn.Module):
@@ -132,6 +137,22 @@ class TrainModule(nn.Module):
         alone, those of ``rlcore.packed.sequence_parallel.own_tokens``.
         """
         self.check_sequence_parallel(group.size)
+
+    def check_split(self, sizes: Sizes) -> None:
+        """Raise UnsupportedError, with the reason, if so many ranks cannot share each weight."""
+        raise UnsupportedError(
+            f"tensor_parallel_size={sizes.tensor} and expert_parallel_size={sizes.experts} of {type(self).__name__}",
+            "it does not define check_split() and split(); rlcore.nn.HuggingFaceTrainModule does, for transformers "
+            "models",
+        )
+
+    def split(self, meshes: Meshes) -> list[nn.Module]:
+        """Cut the parameters, which are on meta, among the ranks of tensor and expert parallelism.
+
+        Returns:
+            The modules that are on ``meshes.experts``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define split() if check_split() agrees")
 
     def output_head(self) -> OutputHead:
         """Return the projection from hidden states to logits."""
@@ -192,6 +213,7 @@ class HuggingFaceTrainModule(TrainModule):
     _source: Path
     _conversion: Conversion | None = None
     _logit_form: LogitForm | None = None
+    _meshes: Any = None  # Meshes | None: transformers reads the annotations of a class, by what is imported here
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
@@ -234,12 +256,32 @@ class HuggingFaceTrainModule(TrainModule):
 
         share_sequences(self.get_decoder(), group)  # type: ignore[operator]
 
+    def check_split(self, sizes: Sizes) -> None:
+        from rlcore.parallel_plans import why_not_split
+
+        if reason := why_not_split(self, sizes):
+            given = {"tensor_parallel_size": sizes.tensor, "expert_parallel_size": sizes.experts}
+            asked = " and ".join(f"{name}={size}" for name, size in given.items() if size > 1)
+            raise UnsupportedError(f"{asked} of {type(self).__name__}", reason)
+
+    def split(self, meshes: Meshes) -> list[nn.Module]:
+        from rlcore.parallel_plans import split
+
+        if self.get_output_embeddings() is not None:  # type: ignore[operator]
+            self._measured_form()  # of the whole model
+        self._meshes = meshes
+        return split(self, meshes)
+
     def output_head(self) -> OutputHead:
         head = self.get_output_embeddings()  # type: ignore[operator]
         if head is not None and adapted_layers(head):
             raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
-        form = self._measured_form()
-        return OutputHead(head.weight, getattr(head, "bias", None), form.softcap, form.logit_scale)
+        form, bias = self._measured_form(), getattr(head, "bias", None)
+        if self._meshes is None or getattr(head.weight, "device_mesh", None) != self._meshes.tensor:
+            return OutputHead(head.weight, bias, form.softcap, form.logit_scale)
+        own_bias = None if bias is None else bias.to_local()
+        group = self._meshes.tensor.get_group()
+        return OutputHead(head.weight.to_local(), own_bias, form.softcap, form.logit_scale, group)
 
     def _measured_form(self) -> LogitForm:
         if self._logit_form is None:

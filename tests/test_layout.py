@@ -56,6 +56,7 @@ BASE = {
     "launch",
     "meta",
     "packed",
+    "parallel_plans",
     "plugins",
     "probing",
     "process",

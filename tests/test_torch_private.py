@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -157,6 +157,17 @@ def fsdp_over_tensor_parallelism_has_a_placement_of_its_own() -> None:
     assert base.strided_split(_StridedShard(0, split_factor=2)) == 2
     assert base.strided_split(Shard(0)) is None
     assert _StridedShard(1, split_factor=2).dim == 1
+
+
+@contract("root_of")
+def a_mesh_of_some_dimensions_knows_the_whole() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tensor"))
+        assert base.root_of(mesh["shard"]) is mesh and base.root_of(mesh) is mesh
+    finally:
+        dist.destroy_process_group()
 
 
 @contract("number_of_writes")

@@ -63,7 +63,7 @@ def train_step(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, op
             metrics = _accumulate(strategy, batch, loss_fn, options)
 
         def seen(norm: Tensor) -> None:
-            reading.append(_begin_reading(metrics.joined() | {"grad_norm": norm}, device))
+            reading.append(_begin_reading(metrics.joined(strategy.num_alike) | {"grad_norm": norm}, device))
 
         strategy.step(options.max_grad_norm, seen)
     finally:
@@ -164,7 +164,7 @@ def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, opti
             with phase("eval_batch: forward and loss"), _replaying(strategy.module, micro_batch):
                 loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
             metrics.add(loss, stats, weight, micro_batch.routes)
-    return _begin_reading(metrics.joined(), strategy.device)()
+    return _begin_reading(metrics.joined(strategy.num_alike), strategy.device)()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +192,17 @@ class _Metrics:
         if self.expert_load is not None and routes is not None:
             self.expert_load.add(routes)
 
-    def joined(self) -> dict[str, Tensor]:
-        """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says."""
+    def joined(self, num_alike: int) -> dict[str, Tensor]:
+        """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says.
+
+        Args:
+            num_alike: neighbouring ranks that have the same rows, of which one counts.
+        """
         table = torch.stack([torch.stack([value.float() for value in row.values()]) for row in self.rows])
         if dist.is_initialized() and dist.get_world_size() > 1:
             of_ranks = [torch.empty_like(table) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, table)
-            table = torch.cat(of_ranks)
+            table = torch.cat(of_ranks[::num_alike])
         columns = dict(zip(self.rows[0], table.unbind(1), strict=True))
         loss, weight = columns.pop("loss").sum(), columns.pop("weight")
         fraction = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
@@ -230,6 +234,8 @@ def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -
                     logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
                 logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_rank() % strategy.num_alike:
+            logprob_T.zero_()
         dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
     return logprob_T.cpu()
 
@@ -246,9 +252,22 @@ def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOption
 
 def _restricted(hidden_SH: Tensor, targets_S: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
     for hidden, targets in zip(torch.split(hidden_SH, _ROWS), torch.split(targets_S, _ROWS), strict=True):
-        logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        logits = _whole_rows(torch.nn.functional.linear(hidden, head.weight, head.bias).float(), head)
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
         logits = logits * head.logit_scale
         keep = keep_mask(logits, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
         yield token_logprob(logits, targets, temperature=options.temperature, keep_mask=keep).logprob
+
+
+def _whole_rows(logits: Tensor, head: OutputHead) -> Tensor:
+    """Return the logits of all tokens, of which each rank of the head's group has some."""
+    if head.group is None:
+        return logits
+    sizes = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(head.group.size())]
+    dist.all_gather(sizes, torch.full_like(sizes[0], logits.shape[1]), group=head.group)
+    most = int(torch.stack(sizes).max())
+    even = torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
+    parts = [torch.empty_like(even) for _ in sizes]
+    dist.all_gather(parts, even, group=head.group)
+    return torch.cat([part[:, :size] for part, size in zip(parts, map(int, sizes), strict=True)], dim=1)

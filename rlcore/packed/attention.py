@@ -65,6 +65,8 @@ class _DecoderPlan:
 _plans: WeakKeyDictionary[nn.Module, _DecoderPlan] = WeakKeyDictionary()
 _sharing: WeakKeyDictionary[nn.Module, SequenceGroup] = WeakKeyDictionary()
 """The decoders whose packed rows are shared with other ranks."""
+_splitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The decoders whose heads are on several ranks by tensor parallelism, with the number of these."""
 
 
 def packed_hidden_states(
@@ -105,7 +107,7 @@ def packed_hidden_states(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
         choices=plan.choices if implementation is None else {},
-        choose=lambda device, dtype: choose(_calls(plan, group), device, dtype, implementation).implementation,
+        choose=lambda device, dtype: choose(_calls(decoder, plan), device, dtype, implementation).implementation,
         group=group,
     )
     # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
@@ -141,17 +143,46 @@ def share_sequences(decoder: nn.Module, group: SequenceGroup) -> None:
     _plans.pop(decoder, None)  # it may have chosen for all heads
 
 
+def why_heads_not_split(decoder: Any, num_ranks: int, num_sharing: int = 1) -> str | None:
+    """Return the reason why tensor parallelism over ``num_ranks`` cannot cut the heads of ``decoder``, or None.
+
+    Args:
+        num_sharing: ranks that share packed rows, each set of heads among as many.
+    """
+    eligibility = _eligibility(decoder, _own_name(decoder))
+    if eligibility.reason is not None:
+        return eligibility.reason
+    for call in sorted(eligibility.calls, key=repr):
+        for heads, kind in ((call.query_heads, "query"), (call.kv_heads, "key and value")):
+            if heads % num_ranks:
+                return f"its {heads} {kind} heads do not divide by {num_ranks}; take a divisor of them"
+        if reason := why_not_split(_of_rank(call, num_ranks), num_sharing):
+            return f"on each of {num_ranks} tensor-parallel ranks: {reason}"
+    return None
+
+
+def split_heads(decoder: nn.Module, num_ranks: int) -> None:
+    """Let ``packed_hidden_states`` of ``decoder`` expect this rank's heads alone; see ``why_heads_not_split``."""
+    _splitting[decoder] = num_ranks
+    _plans.pop(decoder, None)
+
+
+def _of_rank(call: AttentionCall, num_ranks: int) -> AttentionCall:
+    return call._replace(query_heads=call.query_heads // num_ranks, kv_heads=call.kv_heads // num_ranks)
+
+
 def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
     """Return what ``packed_hidden_states`` runs on ``device`` for attention in ``dtype``, and why not the others."""
     reason = _plan(decoder).eligibility.reason
     if reason is not None:
         return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_calls(_plan(decoder), _sharing.get(_whole(decoder))), device, dtype)
+    return choose(_calls(decoder, _plan(decoder)), device, dtype)
 
 
-def _calls(plan: _DecoderPlan, group: SequenceGroup | None) -> frozenset[AttentionCall]:
+def _calls(decoder: Any, plan: _DecoderPlan) -> frozenset[AttentionCall]:
     """Return the attention calls of this rank."""
-    calls = plan.eligibility.calls
+    group, num_ranks = _sharing.get(_whole(decoder)), _splitting.get(_whole(decoder), 1)
+    calls = frozenset(_of_rank(call, num_ranks) for call in plan.eligibility.calls)
     return calls if group is None else frozenset(map(group.own_call, calls))
 
 

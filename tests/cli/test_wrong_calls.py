@@ -306,6 +306,8 @@ CALLS = [
     ("build_train(sequence_parallel_size=0)", "sequence_parallel_size must be a whole number of at least 1, got 0"),
     ("build_train(sequence_parallel_size=True)", "sequence_parallel_size must be a whole number of at least 1, got Tr"),
     ("build_train(sequence_parallel_size=2)", "this engine has 2 workers; devices names 1: ['cpu:0']"),
+    ("build_train(tensor_parallel_size='2')", "tensor_parallel_size must be a whole number of at least 1, got '2'"),
+    ("build_train(expert_parallel_size=2)", "expert_parallel_size=2 must be a multiple of tensor_parallel_size=1, and"),
     ("build_train(replicas=1.5)", "replicas must be a whole number of at least 1, got 1.5"),
     ("build_train(executor='deepspeed', stage=4)", "stage must be 1, 2 or 3, the stage of ZeRO, got 4"),
     ("build_train(executor='deepspeed', config={'fp16': {}})", "config may not have 'fp16': there is no loss scaling"),

@@ -195,5 +195,7 @@ def keep_float64(module: Any) -> Any:
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    scale: Tensor = norm.weight * (hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    is_gemma = hasattr(norm, "eps")  # it adds 1 to its weight
+    weight, epsilon = (1 + norm.weight, norm.eps) if is_gemma else (norm.weight, norm.variance_epsilon)
+    scale: Tensor = weight * (hidden.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return scale * hidden
