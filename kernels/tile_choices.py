@@ -47,14 +47,14 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
 
 
 class TunedTiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file holds."""
+    """The content of a file."""
 
     device: str
     triton: str
     rlcore: str
     tiles: dict[str, dict[str, int]]
     milliseconds: dict[str, dict[str, float]]
-    """Of every candidate, by its text."""
+    """The time of every candidate, by its text."""
 
 
 _tried: dict[str, Tile] = {}

@@ -26,11 +26,11 @@ _HEAD = (4096, 4096, 65_536)
 """T, H, V."""
 _CHECKED = 64
 _ERROR, _GRADIENT_ERROR = 1e-3, 1e-2
-"""Of a log-probability, in nats, and of a gradient, as a share of its norm: bfloat16 rounds the latter."""
+"""The largest error of a log-probability, in nats, and of a gradient, as a share of its norm: bfloat16 rounds the latter."""
 
 
-class Work(NamedTuple):
-    """What one family of kernels is timed by."""
+class TimedWork(NamedTuple):
+    """The work by which one family of kernels is timed."""
 
     run: Callable[[], object]
     error: Callable[[], float]
@@ -74,7 +74,7 @@ def _best(name: str, times: dict[str, float]) -> Tile:
     return fastest if times[str(fastest)] < (1 - _GAIN) * times[str(usual)] else usual
 
 
-def _checked_ms(name: str, candidate: Tile, work: Work, clock: Callable[[Callable[[], object]], float]) -> float:
+def _checked_ms(name: str, candidate: Tile, work: TimedWork, clock: Callable[[Callable[[], object]], float]) -> float:
     error = work.error()
     if not error <= work.most:  # NaN is none
         raise RlcoreError(f"{name} with the tile {dict(candidate)} is wrong by {error:.1e}; please report it")
@@ -99,7 +99,7 @@ def _rows(device: torch.device) -> tuple[Tensor, Tensor] | None:
     return logits, torch.randint(_COLUMNS, (_ROWS,), device=device)
 
 
-def _statistics_work(device: torch.device) -> Work | None:
+def _statistics_work(device: torch.device) -> TimedWork | None:
     if (given := _rows(device)) is None:
         return None
     logits, targets = given
@@ -109,10 +109,10 @@ def _statistics_work(device: torch.device) -> Work | None:
     def error() -> float:
         return float((token_logprob(logits, targets).logprob[:_CHECKED].double() - exact).abs().max())
 
-    return Work(lambda: token_logprob(logits, targets, with_entropy=True), error, _ERROR)
+    return TimedWork(lambda: token_logprob(logits, targets, with_entropy=True), error, _ERROR)
 
 
-def _gradient_work(device: torch.device) -> Work | None:
+def _gradient_work(device: torch.device) -> TimedWork | None:
     if (given := _rows(device)) is None:
         return None
     logits, targets = given
@@ -130,10 +130,10 @@ def _gradient_work(device: torch.device) -> Work | None:
     def error() -> float:
         return float((gradient()[:_CHECKED].double() - exact).norm() / exact.norm())
 
-    return Work(gradient, error, _GRADIENT_ERROR)
+    return TimedWork(gradient, error, _GRADIENT_ERROR)
 
 
-def _product_work(device: torch.device) -> Work | None:
+def _product_work(device: torch.device) -> TimedWork | None:
     T, H, V = _HEAD
     query = Query(device.type, torch.bfloat16, H, V, frozenset({"entropy"}))
     if choose("linear_logprob", query).implementation != "tiled":
@@ -148,10 +148,10 @@ def _product_work(device: torch.device) -> Work | None:
         with torch.no_grad():
             return linear_logprob(hidden, weight, targets, with_entropy=True).logprob
 
-    return Work(run, lambda: float((run()[:_CHECKED].double() - exact).abs().max()), _ERROR)
+    return TimedWork(run, lambda: float((run()[:_CHECKED].double() - exact).abs().max()), _ERROR)
 
 
-_WORK: dict[str, Callable[[torch.device], Work | None]] = {
+_WORK: dict[str, Callable[[torch.device], TimedWork | None]] = {
     "statistics of rows": _statistics_work,
     "gradient of rows": _gradient_work,
     "product of tiles": _product_work,

@@ -15,7 +15,7 @@ from rlcore.device import Device
 from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.kernels import tile_choices, tuning
 from rlcore.kernels.tile_choices import CANDIDATES, TunedTiles, identity, keep, path_of, tile, trying, tuned
-from rlcore.kernels.tuning import Work, tune
+from rlcore.kernels.tuning import TimedWork, tune
 from rlcore.registry import get_device
 
 NAME, OTHER = "gradient of rows", CANDIDATES["gradient of rows"][2]
@@ -92,11 +92,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, most: float = 1.0) -> tuple[Device
     """The families of rows, whose times are the positions of candidates; the gradient's third is the fastest."""
     ran: list[str] = []
 
-    def work(name: str) -> Callable[[torch.device], Work | None]:
+    def work(name: str) -> Callable[[torch.device], TimedWork | None]:
         def run() -> None:
             ran.append(f"{name}: {dict(tile(name, 'cpu'))}")
 
-        return lambda device: None if name == "product of tiles" else Work(run, lambda: 0.5, most)
+        return lambda device: None if name == "product of tiles" else TimedWork(run, lambda: 0.5, most)
 
     monkeypatch.setattr(tuning, "_WORK", {name: work(name) for name in CANDIDATES})
     return get_device("cpu"), ran
