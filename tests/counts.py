@@ -46,6 +46,8 @@ class Counts(TorchDispatchMode):
         super().__init__()
         self.launches: Counter[str] = Counter()
         """By the name of the operation or kernel."""
+        self.order: list[str] = []
+        """The same names as they came."""
         self.bytes = 0
         self.flops = 0
         self.calls: Counter[str] = Counter()
@@ -60,6 +62,7 @@ class Counts(TorchDispatchMode):
 
     def add(self, name: str, tensors: Any, flops: int = 0) -> None:
         self.launches[name] += 1
+        self.order.append(name)
         self.flops += flops
         # Distinct memory, once: an in-place operation returns what it was given.
         self.bytes += sum({_place(x): x.nbytes for x in tree_leaves(tensors) if isinstance(x, Tensor)}.values())

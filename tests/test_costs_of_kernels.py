@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="triton has no build for this plat
 from rlcore._torch_private import fake_tensors  # noqa: E402
 from rlcore.kernels import operands, triton_target  # noqa: E402
 from rlcore.kernels.dispatch import choose  # noqa: E402
-from rlcore.kernels.linear import head, tiled, triton_tile_gradients, triton_tiles  # noqa: E402
+from rlcore.kernels.linear import head, problem, tiled, triton_tile_gradients, triton_tiles  # noqa: E402
 from rlcore.kernels.token import logprob, triton_rows  # noqa: E402
 from rlcore.ops import linear_logprob, linear_loss, ppo_clip, token_logprob  # noqa: E402
 from tests.counts import Counts, assert_at_most  # noqa: E402
@@ -27,7 +27,7 @@ T, H, V = 8192, 4096, 151_936
 CORES = 132
 GIB = 2**30
 PRODUCT = 2 * T * H * V
-BYTES_OF_A_LOSS = 22_270_984_344
+BYTES_OF_A_LOSS = 22_270_558_360
 
 
 class Recorded:
@@ -62,7 +62,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
         monkeypatch.setattr(triton_target, refusal, lambda query: None)
     for module in (triton_tiles, triton_tile_gradients):
         monkeypatch.setattr(module, "num_cores", lambda device: CORES)
-    for module in (operands, logprob, triton_rows):
+    for module in (operands, logprob, problem, triton_rows):
         monkeypatch.setattr(module, "is_checked_on_device", lambda tensor: True)
     monkeypatch.setattr(head, "_multiplies_into_float32", lambda device_type, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(tiled, "_aligned", lambda x: x)  # it asks for an address
@@ -96,7 +96,7 @@ def test_rows_are_read_once_forward_and_read_and_written_once_backward(
 
 @pytest.mark.parametrize(
     ("budget", "launches", "flops"),
-    [(3 * GIB, 23, 3 * PRODUCT), (None, 32, 36_661_840_838_656), (GIB // 2, 44, 38_843_684_225_024)],
+    [(3 * GIB, 20, 3 * PRODUCT), (None, 29, 36_661_840_838_656), (GIB // 2, 41, 38_843_684_225_024)],
     ids=str,
 )
 def test_linear_logprob_multiplies_three_times_where_exponentials_fit(
@@ -109,6 +109,15 @@ def test_linear_logprob_multiplies_three_times_where_exponentials_fit(
         )
         torch.autograd.grad(found, (hidden, weight), found)
     assert_at_most(counts, launches=launches, flops=flops)
+
+
+def test_few_small_kernels_delay_the_product(counts: Counts) -> None:
+    """Where the device is idle each takes as long as the host needs to launch it."""
+    hidden, weight, targets = head_of_8b()
+    with torch.no_grad(), counts:
+        linear_logprob(hidden, weight, targets, with_entropy=True, implementation="tiled")
+    assert counts.order.index("_statistics_kernel") <= 4
+    assert_at_most(counts, launches=12, flops=PRODUCT)
 
 
 def loss_and_gradients(counts: Counts) -> None:
@@ -124,7 +133,7 @@ def loss_and_gradients(counts: Counts) -> None:
 
 def test_linear_loss_multiplies_three_times(counts: Counts) -> None:
     loss_and_gradients(counts)
-    assert_at_most(counts, launches=92, flops=3 * PRODUCT, bytes=BYTES_OF_A_LOSS)
+    assert_at_most(counts, launches=81, flops=3 * PRODUCT, bytes=BYTES_OF_A_LOSS)
 
 
 @pytest.mark.parametrize("name", ["exponentials not kept", "one pass more"])
@@ -132,11 +141,11 @@ def test_an_operator_that_does_more_is_found(counts: Counts, name: str, monkeypa
     """The gate itself, with two defects that no result shows."""
     if name == "exponentials not kept":
         monkeypatch.setattr(tiled, "_unused_accumulator_bytes", lambda inputs: 0)
-        monkeypatch.setattr(tiled, "DEFAULT_BUDGET_BYTES", GIB // 4)
         monkeypatch.setattr(tiled, "_gradient_bytes", lambda inputs: 0)
+        monkeypatch.setattr(tiled, "budget_of", lambda given_bytes, num_rows, device: GIB // 4)
     else:
         real = tiled.dlogits_from_exponentials
         monkeypatch.setattr(tiled, "dlogits_from_exponentials", lambda *args: real(*args).clone())
     loss_and_gradients(counts)
     with pytest.raises(AssertionError, match="this work costs more than it did"):
-        assert_at_most(counts, launches=92, flops=3 * PRODUCT, bytes=BYTES_OF_A_LOSS)
+        assert_at_most(counts, launches=81, flops=3 * PRODUCT, bytes=BYTES_OF_A_LOSS)

@@ -105,7 +105,7 @@ def _statistics_kernel(
 @triton.jit
 def _merge_kernel(
     hidden, weight, bias, target, is_ignored, inverse_temperature_T, peak, total, moment, logprob, entropy, normaliser,
-    hidden_stride, weight_stride, T, J, H, BT: tl.constexpr, BJ: tl.constexpr, BH: tl.constexpr,
+    hidden_stride, weight_stride, T, J, H, V, BT: tl.constexpr, BJ: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     is_row = t < T
@@ -127,6 +127,7 @@ def _merge_kernel(
         a = a * tl.exp2(shift) + tl.sum(a_j * tl.exp2(shift_j), 0)
         m = higher
     y = tl.load(target + t, mask=is_row, other=0)
+    y = tl.minimum(tl.maximum(y, 0), V - 1)  # of a target that is no token, which is checked later
     z_y = tl.zeros([BT], tl.float32)
     for h0 in range(0, H, BH):
         h = h0 + tl.arange(0, BH)
@@ -207,7 +208,7 @@ def tile_statistics(
         )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.ignored, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
-        logprob_T, entropy_T, normaliser_T, hidden_TH.stride(0), weight_VH.stride(0), T, J, H,
+        logprob_T, entropy_T, normaliser_T, hidden_TH.stride(0), weight_VH.stride(0), T, J, H, V,
         **_MERGE,
     )  # fmt: skip
     return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)

@@ -65,7 +65,7 @@ NOT_RUN = {
         1: "a class for a program with engines; tests/rollout/test_rollout_client.py makes such calls",
         2: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
     },
-    "docs/trl.md": {0: "a part of a program; tests/integrations/test_trl.py makes such calls"},
+    "docs/trl.md": dict.fromkeys(range(2), "a part of a program; tests/integrations/test_trl.py makes such calls"),
     "docs/deepspeed.md": {0: "needs DeepSpeed; tests/engines/test_train_deepspeed.py makes such calls"},
     "docs/vllm.md": dict.fromkeys(range(6), "needs vLLM; tests marked vllm make such calls"),
     "docs/weight_sync.md": {

@@ -58,7 +58,7 @@ class RaceLoad:
     """The trainer is in host memory while vLLM samples; else it stays on the device, and vLLM alone leaves."""
     recomputes: bool = False
     """Compute activations again in the backward, for models that have no room for them."""
-    kv_cache_bytes: int = 24 << 30
+    kv_cache_bytes: int = 8 << 30
     steps: int = 4
 
     @property
