@@ -73,8 +73,10 @@ def test_steps_and_log_probs_are_those_of_plain_pytorch(
 @pytest.mark.slow
 def test_a_long_sequence_is_that_of_one_worker() -> None:
     """The program that takes any length and the shape of a 0.5B; here the tiny one."""
-    found = long_sequence.main(["--tiny", "--tokens", "512"])
-    assert max(found["apart"].values()) <= rounding(512), found["apart"]  # sums over tokens, in another order
+    num_tokens = 512
+    found = long_sequence.main(["--tiny", "--tokens", str(num_tokens)])
+    limit = rounding(num_tokens)  # of sums over tokens, in another order
+    assert max(found["apart"].values()) <= limit, found["apart"]
 
 
 @pytest.mark.slow
