@@ -27,7 +27,7 @@ test: .venv/dev.installed  ## What to run after each change; minutes, installati
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/ray.installed .venv/deepspeed/installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/ray.installed .venv/pyright.installed .venv/deepspeed/installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 ray-test: .venv/dev.installed .venv/ray.installed  ## All tests of launcher="ray", some minutes; with hosts of namespaces as root
@@ -73,6 +73,12 @@ docs: .venv/docs.installed results  ## The documentation site, in outputs/docs; 
 	@$(PIP) install --no-compile -c constraints.txt -e '.[$*]'
 	@echo "Compiling what was installed"
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(LATER)' .venv/lib >/dev/null || true
+	@touch $@
+
+# A type checker for tests alone, with a node of PyPI's: nothing is downloaded when it runs.
+.venv/pyright.installed: constraints.txt .venv/dev.installed
+	@echo "Installing pyright into .venv"
+	@$(PIP) install --quiet -c constraints.txt 'pyright[nodejs]'
 	@touch $@
 
 # An environment of its own: SGLang pins a torch and a transformers. Its requirements are those of a machine with CUDA.

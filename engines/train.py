@@ -165,6 +165,11 @@ class TrainEngine(CheckpointedEngine):
     close.__doc__ = CheckpointedEngine.close.__doc__
 
     @property
+    def num_changes(self) -> int:
+        """A number that grows whenever the weights may have been changed."""
+        return self._num_changes
+
+    @property
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._module.parameters())
 

@@ -26,15 +26,14 @@ _LARGEST_LOG_RATIO = 20.0
 
 
 class Mismatch:
-    """Adds up the differences of a step's tokens.
+    """Keeps the differences of a step's tokens, 4 bytes each, until the step's metrics are joined.
 
     Args:
         device: where log-probabilities are.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(5, device=device)
-        self._counts = torch.zeros(_NUM_BINS, device=device)
+        self._apart = [torch.zeros(0, device=device)]
 
     def watching(self, loss_fn: LossFn) -> LossFn:
         """Return ``loss_fn``, which is seen when it is called with the log-probabilities of a chunk."""
@@ -50,21 +49,23 @@ class Mismatch:
 
     def add(self, apart_T: Tensor) -> None:
         """Take the trainer's log-probabilities less the sampler's."""
-        apart, size = apart_T.float(), apart_T.float().abs()
-        ratio = apart.clamp(max=_LARGEST_LOG_RATIO).exp()
-        self._sums += torch.stack([torch.ones_like(size), size, apart, ratio, ratio * ratio]).sum(1)
-        bins = ((size.log2() - _FROM) * _BINS_A_DOUBLING).clamp(0, _NUM_BINS - 1).long()
-        self._counts.index_add_(0, bins, torch.ones_like(size))
+        self._apart.append(apart_T.float())
 
     def joined(self) -> dict[str, Tensor]:
         """Return the metrics over the tokens of all ranks."""
+        apart = torch.cat(self._apart)
+        size, ratio = apart.abs(), apart.clamp(max=_LARGEST_LOG_RATIO).exp()
+        sums = torch.stack([size, apart, ratio, ratio * ratio]).sum(1)
+        bins = ((size.log2() - _FROM) * _BINS_A_DOUBLING).clamp(0, _NUM_BINS - 1).long()
+        counts = torch.zeros(_NUM_BINS, device=apart.device).index_add_(0, bins, torch.ones_like(size))
         if dist.is_initialized() and dist.get_world_size() > 1:
-            joined = torch.cat([self._sums, self._counts])
-            dist.all_reduce(joined)
-            self._sums, self._counts = joined[: len(self._sums)], joined[len(self._sums) :]
-        count, size, apart, ratio, square = self._sums.unbind()
-        divisor = count.clamp(min=1)
-        number = torch.searchsorted(self._counts.cumsum(0), 0.99 * count)
+            both = torch.cat([sums, counts])
+            dist.all_reduce(both)
+            sums, counts = both[: len(sums)], both[len(sums) :]
+        size, apart, ratio, square = sums.unbind()
+        reached = counts.cumsum(0)
+        count = reached[-1]
+        number, divisor = torch.searchsorted(reached, 0.99 * count), count.clamp(min=1)
         edge = torch.exp2((number + 1) / _BINS_A_DOUBLING + _FROM)
         return {
             f"{MISMATCH}mean": size / divisor,

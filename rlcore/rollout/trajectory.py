@@ -5,11 +5,13 @@ Letters: N sequences, L longest sequence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +56,9 @@ class Trajectory:
     def of(cls, prompt: Sequence[int], completion: Completion, *, reward: float = 0.0) -> Trajectory:
         """Return a prompt with one completion of it."""
         given = len(prompt)
-        versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
+        versions: list[int] = []
+        for span in completion.version_spans:
+            versions += [span.version] * (span.end - span.start)
         return cls(
             [*prompt, *completion.token_ids],
             [False] * given + [True] * len(completion.token_ids),
@@ -72,7 +76,7 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version of a sampled token; None if there is none."""
-        return min((version for version in self.versions if version != NOT_SAMPLED), default=None)
+        return min(set(self.versions) - {NOT_SAMPLED}, default=None)
 
     def followed_by(self, prompt: Sequence[int], completion: Completion) -> Trajectory | None:
         """Return this with what another turn added, if that turn's prompt begins with these tokens; else None."""
@@ -135,31 +139,28 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Te
     Raises:
         InvalidInputError: there is no trajectory.
     """
-    each = [(index, one) for index, group in enumerate(groups) for one in group]
+    each = [one for group in groups for one in group]
     if not each:
         raise InvalidInputError("collate_trajectories() needs at least one trajectory, got none")
-    shape = len(each), max(len(one.token_ids) for _, one in each)
-    batch = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "attention_mask": torch.zeros(shape, dtype=torch.bool),
-        "loss_mask": torch.zeros(shape, dtype=torch.bool),
-        "rollout_logprobs": torch.zeros(shape),
-        "versions": torch.full(shape, NOT_SAMPLED, dtype=torch.int64),
-    }
-    for row, (_, one) in enumerate(each):
-        length = len(one.token_ids)
-        for name, values in (
-            ("input_ids", one.token_ids),
-            ("loss_mask", one.loss_mask),
-            ("rollout_logprobs", one.logprobs),
-            ("versions", one.versions),
-        ):
-            batch[name][row, :length] = torch.tensor(values)
-        batch["attention_mask"][row, :length] = True
-    routes = joined_routes([one.routed_experts for _, one in each], shape)
-    batch |= {} if routes is None else {ROUTES: routes}
-    return batch | {
-        "old_logprobs": batch["rollout_logprobs"].clone(),
-        "rewards": torch.tensor([float(one.reward) for _, one in each]),
-        "group": torch.tensor([index for index, _ in each]),
+    lengths = np.array([len(one.token_ids) for one in each])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+
+    def padded(entries: Iterable[list[Any]], dtype: type, padding: int = 0) -> Tensor:
+        # All rows at once: row by row it takes eight to ten times as long.
+        rows: Any = np.full(is_token.shape, padding, dtype)
+        rows[is_token] = np.fromiter(itertools.chain.from_iterable(entries), dtype, lengths.sum())
+        return torch.from_numpy(rows)
+
+    routes = joined_routes([one.routed_experts for one in each], is_token.shape)
+    rollout_logprobs = padded((one.logprobs for one in each), np.float32)
+    return {
+        "input_ids": padded((one.token_ids for one in each), np.int64),
+        "attention_mask": torch.from_numpy(is_token),
+        "loss_mask": padded((one.loss_mask for one in each), np.bool_),
+        "rollout_logprobs": rollout_logprobs,
+        "versions": padded((one.versions for one in each), np.int64, NOT_SAMPLED),
+        "old_logprobs": rollout_logprobs.clone(),
+        "rewards": torch.tensor([float(one.reward) for one in each]),
+        "group": torch.tensor([index for index, group in enumerate(groups) for _ in group]),
+        **({} if routes is None else {ROUTES: routes}),
     }

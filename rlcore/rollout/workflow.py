@@ -90,6 +90,10 @@ class SingleTurn(Workflow):
 
     async def _rewards(self, data: Any, completions: Sequence[Completion]) -> list[float]:
         texts = [completion.text for completion in completions]
+        if not self._is_group_reward and self._pool is None:
+            # A task for each would cost more than all else that is done for an episode.
+            found = [self._reward(data, text) for text in texts]
+            return await _together(found) if any(map(inspect.isawaitable, found)) else found
         if not self._is_group_reward:
             return await _together(_called(self._pool, self._reward, data, text) for text in texts)
         rewards = list(await _called(self._pool, self._reward, data, texts))

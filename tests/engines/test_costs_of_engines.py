@@ -42,9 +42,10 @@ def counted(work: Callable[[], Any]) -> tuple[Counts, Any]:
     return counts, found
 
 
-STEP = {"launches": 1080, "waits": 40, "bytes": 6_101_772, "flops": 5_904_000, "calls": 596}
+STEP = {"launches": 1088, "waits": 40, "bytes": 6_138_948, "flops": 5_904_000, "calls": 653}
 """26 of the waits are those of torch's AdamW on the CPU, one for each parameter; the launches of the optimizer and of
-attention differ by version, so that their limit has room for 3 %."""
+attention differ by version, so that their limit has room for 3 %. The mismatch with the sampler takes 30 launches and
+37 kB, once a step. In all of these, spans that a trace would keep are calls, too."""
 
 
 def test_a_step(train: rlcore.TrainEngine) -> None:
@@ -57,7 +58,7 @@ def test_a_sync_copies_each_tensor_once(train: rlcore.TrainEngine, infer: rlcore
     train.train_batch(packed_batch(), ppo_clip())
     counts, report = counted(lambda: train.sync_weights(infer))
     # read and written
-    assert_at_most(counts, launches=26, waits=0, bytes=2 * report.needed_bytes, flops=0, calls=683)
+    assert_at_most(counts, launches=26, waits=0, bytes=2 * report.needed_bytes, flops=0, calls=710)
     assert sum(calls for name, calls in counts.calls.items() if name == "WorkerGroup.call") == 5
     assert report.handles_opened == 0
 
@@ -66,7 +67,7 @@ def test_a_sync_of_nothing_new(train: rlcore.TrainEngine, infer: rlcore.Inferenc
     train.sync_weights(infer)
     counts, report = counted(lambda: train.sync_weights(infer))
     assert report.moved_bytes == 0
-    assert_at_most(counts, launches=0, waits=0, bytes=0, flops=0, calls=225)
+    assert_at_most(counts, launches=0, waits=0, bytes=0, flops=0, calls=241)
 
 
 def test_a_generation_of_eight_tokens(infer: rlcore.InferenceEngine) -> None:
@@ -75,7 +76,7 @@ def test_a_generation_of_eight_tokens(infer: rlcore.InferenceEngine) -> None:
 
     generate()
     counts, _ = counted(generate)
-    assert_at_most(counts, launches=1036, waits=0, bytes=1_976_015, calls=339)
+    assert_at_most(counts, launches=1036, waits=0, bytes=1_976_015, calls=376)
 
 
 def test_a_step_that_does_more_is_found(train: rlcore.TrainEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ V = vocabulary, E = stop tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,17 +303,18 @@ class BatchDecoder:
             )
         ]
 
-    def _routes(self, samples: Sequence[int], lengths: Sequence[int]) -> Iterator[Tensor | None]:
-        """Yield the experts of the tokens of each sample that ran: all but its last one."""
+    def _routes(self, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor | None]:
+        """Return the experts of the tokens of each sample that ran: all but its last one."""
         if self._recorder is None:
-            yield from [None] * len(samples)
-            return
+            return [None] * len(samples)
+        found: list[Tensor | None] = []
         prompts = torch.cat(self._prompt_routes, dim=1).cpu()
         steps = [route_N.cpu() for route_N in self._step_routes]
         for sample, length in zip(samples, lengths, strict=True):
             prompt = self._samples[sample].prompt
             of_prompt = prompts[self._prompts.index(prompt), self._num_prompt_columns - len(prompt) :]
-            yield torch.stack([*of_prompt, *(route_N[sample] for route_N in steps[: length - 1])])
+            found.append(torch.stack([*of_prompt, *(route_N[sample] for route_N in steps[: length - 1])]))
+        return found
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._device)

@@ -13,12 +13,21 @@ from rlcore.engines.sampling.replica.meta_tensors import WholeNumbersAreReal
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 
 
-def meta_model(vllm_config: VllmConfig) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
+def meta_model(
+    vllm_config: VllmConfig, *, is_plain: bool = False
+) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
     """Return this worker's shard of the model that ``vllm_config`` describes, and its loader.
 
     It is to be called in the worker's process, whose tensor and expert parallel ranks it takes. The live model and
     ``vllm_config`` do not change.
+
+    Args:
+        is_plain: leave out the quantisation that vLLM does while it loads.
     """
+    if is_plain:
+        plain: Any = copy.copy(vllm_config)
+        plain.quant_config = None
+        vllm_config = plain
     model: Any = new_model(vllm_config, "meta")
     return model, model.load_weights
 

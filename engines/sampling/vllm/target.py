@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,9 +18,11 @@ from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
+from rlcore.engines.sampling.vllm.quantized import quantized_matrices
 from rlcore.engines.weight_sync.planning.module_identity import module_identity
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
+from rlcore.kernels.strided_copy.quantized import QuantizedMatrices
 from rlcore.weights.source import WeightSource, in_files, on_meta
 
 _PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
@@ -36,10 +38,17 @@ class VllmTarget(Target):
         self._vllm_config = vllm_config
         self._model: Any = model
         self._tensors: dict[str, Tensor] = {}
+        self._quantized: dict[str, QuantizedMatrices] | None = None
         self._is_reloading = False
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
-        return meta_model(self._vllm_config)
+        return meta_model(self._vllm_config, is_plain=bool(self.quantized()))
+
+    def quantized(self) -> Mapping[str, QuantizedMatrices]:
+        """Return the live matrices, kept from the first call on as the tensors are."""
+        if self._quantized is None:
+            self._quantized = quantized_matrices(self._model, self._vllm_config.model_config.dtype)
+        return self._quantized
 
     def identity(self) -> str:
         ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()

@@ -13,6 +13,7 @@ from rlcore.engines.weight_sync.planning.loader_trace import Destination, Loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import Replicas, SyncPlan, make_plan, misfits, nearest_rank, replicas
 from rlcore.engines.weight_sync.planning.plan_cache import PlanCache
+from rlcore.engines.weight_sync.planning.quantized import Quantized, quantized_misfits
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
 from rlcore.engines.weight_sync.target import Target
@@ -50,7 +51,8 @@ class Planner:
         self._number = number
         self._distances = [_distance(one, receiver, not why) for one, why in zip(senders, unreached, strict=True)]
         self._target = target
-        self._cache = PlanCache.of(target, manifest, self._distances, number)
+        self._quantized: Quantized = {} if any(unreached) else target.quantized()
+        self._cache = None if self._quantized else PlanCache.of(target, manifest, self._distances, number)
         kept = None if self._cache is None else self._cache.load(manifest, target.tensors())
         if kept is not None:
             self.plan, self.is_tested = kept, True
@@ -58,9 +60,12 @@ class Planner:
         self._trace = trace_loader(*target.meta_model(), manifest, live=target.tensors())
         if refusal := self._trace.refusal or missing_part(self._trace, target):
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
-        written = [one.destination for one in self._trace.written]
+        written = [one.destination for one in self._trace.written if one.destination.name not in self._quantized]
         self._excluded = misfits(written, target.tensors())
         self.plan = self._make(self._trace, self._excluded)
+        if wrong := quantized_misfits(self.plan, self._quantized):
+            self._excluded |= wrong
+            self.plan = self._make(self._trace, self._excluded)
         self.is_tested = target.is_plain or not self.plan.pieces
 
     def serves(
@@ -87,6 +92,8 @@ class Planner:
     @property
     def unreadable(self) -> str:
         """The reason why what was sent cannot be read back of some tensor, to the bit; "" if it can."""
+        if self.quantized:
+            return f"{next(iter(self.quantized))} is quantised in the engine"
         parameters, destinations = self.manifest.parameters, self.plan.destinations
         kinds = {
             (parameters[piece.parameter].dtype, destinations[piece.destination].dtype): piece.destination
@@ -108,7 +115,9 @@ class Planner:
         """
         if self.is_tested:
             return
-        wrong = run_self_test(self.plan, self.manifest, self._target.tensors, self._target.reload)
+        wrong = run_self_test(
+            self.plan, self.manifest, self._target.tensors, self._target.reload, self._target.quantized
+        )
         self._excluded |= wrong
         self.plan = self._make(self._trace, self._excluded)
         self.is_tested = True
@@ -124,6 +133,11 @@ class Planner:
     def destination_names(self) -> list[str]:
         """Names of the tensors that the plan writes."""
         return [destination.name for destination in self.plan.destinations]
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """Names of the plan's destinations that are quantised on the way."""
+        return frozenset(self._quantized).intersection(self.destination_names)
 
     def needed_bytes(self) -> list[int]:
         """Return the bytes from each sender, in its dtypes."""
