@@ -26,7 +26,7 @@ _HEAD = (4096, 4096, 65_536)
 """T, H, V."""
 _CHECKED = 64
 _ERROR, _GRADIENT_ERROR = 1e-3, 1e-2
-"""The largest error of a log-probability, in nats, and of a gradient, as a share of its norm: bfloat16 rounds the latter."""
+"""The largest error of a log-probability, in nats, and of a gradient, as a share of its norm: it is bfloat16."""
 
 
 class TimedWork(NamedTuple):
