@@ -121,7 +121,9 @@ def _gradient_work(device: torch.device) -> TimedWork | None:
     upstream = torch.ones_like(found.logprob)
 
     def gradient() -> Tensor:
-        return torch.autograd.grad(list(found), logits, [upstream, upstream], retain_graph=True)[0]
+        return torch.autograd.grad(
+            [x for x in found if x is not None], logits, [upstream, upstream], retain_graph=True
+        )[0]
 
     wide = logits.detach()[:_CHECKED].double().requires_grad_()
     true = token_logprob(wide, targets[:_CHECKED], with_entropy=True, implementation="reference")
