@@ -56,7 +56,7 @@ def _guard(session: int, watched: list[int], clean_up: Callable[[], None]) -> No
     try:
         shared = shared_memory(_descendants(session))  # while they still run
         _kill_descendants(session)
-        remove_memory(shared)
+        remove_memory(shared and shared - shared_memory(_processes()))
         clean_up()
     finally:
         os._exit(0)
@@ -119,10 +119,9 @@ def _file(path: Path) -> MemoryFile:
 
 
 def remove_memory(files: set[MemoryFile]) -> None:
-    """Remove ``NAMED_MEMORY`` that has this family in its name, or is one of ``files`` that no running process maps."""
-    left = files and files - shared_memory(_processes())
+    """Remove ``NAMED_MEMORY`` that has this family in its name, or is one of ``files``."""
     for entry in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            is_ours = os.environ[FAMILY] in entry.name or _file(entry) in left
+            is_ours = os.environ[FAMILY] in entry.name or _file(entry) in files
             if is_ours and entry.name.startswith(NAMED_MEMORY):
                 entry.unlink()

@@ -22,6 +22,7 @@ _LOOK_AGAIN_S = 0.2
 _NEWS_S = 2.0
 """How long to wait for the news of a process's end: another process may report the lost connection earlier."""
 _REAPED_S = 10.0
+_KILLED_S = 3.0
 
 
 class WorkerProcesses:
@@ -32,7 +33,7 @@ class WorkerProcesses:
         count: how many processes the engine starts; with 0 nothing is watched.
         name: says which of them one is, such as "vLLM's VllmWorker-1 (process 12, cpu:1)".
         reports_errors: one that ends with exit code 0 has told the engine why.
-        lost: called when one has ended, in the thread that watches.
+        clean_up: called when one has ended, and then all, before anybody is told.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class WorkerProcesses:
         name: Callable[[BaseProcess], str],
         *,
         reports_errors: bool,
-        lost: Callable[[], None] = lambda: None,
+        clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         self.context = context
         self._count = count
         self._name = name
         self._reports_errors = reports_errors
-        self._on_loss = lost
+        self._clean_up = clean_up
         self._lost = ""
         self.is_over = False
         """They are ended because the engine is closed."""
@@ -107,10 +108,14 @@ class WorkerProcesses:
         if self.is_over or (self._reports_errors and code == 0):
             return
         how = "has ended" if code is None else how_it_ended(code, self._kills.explanation())
-        self._lost = f"{self._name(first)}, which {how}"
+        lost = f"{self._name(first)}, which {how}"
         for process in processes:  # the engine would wait for them, and they for the lost process
             process.kill()
-        self._on_loss()
+        deadline = time.monotonic() + _KILLED_S
+        for process in processes:
+            connection.wait([process.sentinel], max(0.0, deadline - time.monotonic()))
+        self._clean_up()
+        self._lost = lost  # from now on callers are told, and this process may be ended
 
 
 def _exit_code(process: BaseProcess) -> int | None:

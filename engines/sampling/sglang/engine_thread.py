@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 
 T = TypeVar("T")
+_CANCELLED_S = 2.0
 
 
 class EngineThread:
@@ -35,7 +36,15 @@ class EngineThread:
             made.set_exception(error)
         else:
             self._loop.run_forever()
+            self._cancel_all()
         self._loop.close()
+
+    def _cancel_all(self) -> None:
+        """End what was begun, and the engine's own coroutines."""
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCELLED_S))
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine of the engine."""
@@ -46,6 +55,6 @@ class EngineThread:
         self._loop.call_soon_threadsafe(function, *args)
 
     def end(self) -> None:
-        """Run nothing any more; what was begun stays as it is."""
+        """Run nothing any more; what was begun and has not ended is cancelled."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

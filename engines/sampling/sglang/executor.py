@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,12 +20,16 @@ from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arg
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 from rlcore.engines.sampling.sglang.replica import SglangReplica
-from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, run_scheduler, serve
+from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, last_words, run_scheduler, serve
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
 from rlcore.engines.weight_sync.receiver import Receiver
-from rlcore.errors import StateError
+from rlcore.errors import InvalidInputError, StateError
 from rlcore.process.guard import MemoryFile, remove_memory, shared_memory
+
+_MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
+_LONGEST_NAME = "tmp" + 8 * "x"
+"""The name of a socket of SGLang's, as Python names temporary files."""
 
 
 class SglangExecutor(ReplicaExecutor):
@@ -66,13 +71,15 @@ class SglangExecutor(ReplicaExecutor):
         arguments = engine_arguments(engine_args, self._folder, self.context)
         self._reader = reader = PromptReader(self._folder, None, "context_length")
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process
-        os.environ[FOLDER] = folder = self.context.store
+        os.environ[FOLDER] = folder = _checked(self.context.store)
         processes = WorkerProcesses(
-            self.context, self._num_shards, self._name_of, reports_errors=False, lost=self._has_lost
+            self.context, self._num_shards, self._name_of, reports_errors=False, clean_up=self._remove_memory
         )
         self._processes = processes
         with processes.needed_for("build"):
-            self._thread = EngineThread(lambda: versions.new_engine(arguments, folder, run_scheduler))
+            self._thread = EngineThread(
+                lambda: versions.new_engine(arguments, folder, run_scheduler, partial(last_words, folder))
+            )
         engine: SglangEngine = self._thread.engine
         self._calls = ShardCalls(
             folder, SOCKET, self._num_shards, processes, lambda: engine.collective_rpc(f"rlcore_{serve.__name__}")
@@ -90,12 +97,11 @@ class SglangExecutor(ReplicaExecutor):
         where = [f"process {process.pid}"]
         if (rank := ranks.get(process.pid or 0)) is not None:
             where += [f"tensor-parallel rank {rank}", self.context.devices[rank]]
-        return f"SGLang's scheduler ({', '.join(where)})"
+        words = last_words(self.context.store, process.pid)
+        return f"SGLang's scheduler ({', '.join(where)})" + (f" after {words!r}" if words else "")
 
-    def _has_lost(self) -> None:
+    def _remove_memory(self) -> None:
         remove_memory(self._memory)
-        if (replica := self.__dict__.get("_replica")) is not None:
-            replica.woken()
 
     def _call_each(self, method: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         if self._thread is None:
@@ -118,9 +124,19 @@ class SglangExecutor(ReplicaExecutor):
     def close(self) -> None:
         if self._processes is not None:
             self._processes.end()
-            remove_memory(self._memory)
+            self._remove_memory()
         if self._calls is not None:
             self._calls.end()
         if self._thread is not None:
             self._thread.end()
         super().close()
+
+
+def _checked(folder: str) -> str:
+    """Return the folder; refuse one whose sockets would have paths that are too long."""
+    if len(os.fsencode(os.path.join(folder, _LONGEST_NAME))) > _MOST_SOCKET_BYTES:
+        raise InvalidInputError(
+            f"{folder} is too long a path for sockets, which have at most {_MOST_SOCKET_BYTES} bytes of it: let "
+            "RLCORE_RUNTIME name a folder with a shorter one"
+        )
+    return folder

@@ -63,7 +63,7 @@ class SglangReplica:
         self._lengths: dict[str, int] = {}
         """The tokens of each sample that was under way when the schedulers were paused last."""
         self._held: set[str] = set()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._changed = threading.Condition()
         """Guards whatever the engine's thread changes too."""
         self._num_ended = 0
@@ -235,10 +235,11 @@ class SglangReplica:
             with self._changed:
                 if self._samples.get(name) is sample:
                     self._take(name, sample, output)
-        except BaseException as error:  # the next call raises it
+        except Exception as error:  # the next call raises it
             with self._changed:
                 if self._samples.get(name) is sample and not self._processes.is_over:
                     self._failure = error
+                    self._drop({sample.job.number})
         finally:
             with self._changed:
                 self._changed.notify_all()
@@ -316,11 +317,6 @@ class SglangReplica:
             self._changed.wait_for(lambda: self._failure or self._processes.is_lost or condition(), timeout_s)
         self._processes.require(method)
         self._require_sound()
-
-    def woken(self) -> None:
-        """Have waiting methods look again."""
-        with self._changed:
-            self._changed.notify_all()
 
     def _require_sound(self) -> None:
         if self._failure is None:

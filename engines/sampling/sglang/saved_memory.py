@@ -6,7 +6,7 @@ storage in ``engines/offload``; the saver unmaps all of a tag at once, when the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from rlcore.engines.offload.device_to_host import DeviceToHost
 from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.storages import bytes_of, distinct_storages
 from rlcore.engines.sampling.sglang import versions
+from rlcore.errors import DeviceError
 from rlcore.types import OffloadReport
 
 
@@ -25,22 +26,37 @@ class Region:
     """All memory under one tag.
 
     Args:
-        count: of storages that it has.
+        sizes: the bytes of each of its storages, by its address.
     """
 
-    def __init__(self, tag: str, count: int) -> None:
+    def __init__(self, device: Device, tag: str, sizes: Mapping[int, int]) -> None:
+        self._device = device
         self._tag = tag
-        self._count = count
+        self._sizes = sizes
         self._left: set[int] = set()
         self.is_mapped = True
 
     def leave(self, address: int) -> None:
-        self._left.add(address)
-        if len(self._left) == self._count:
-            versions.memory_saver().pause(self._tag)
-            self.is_mapped = False
+        """Give up a storage; the last gives the memory of all to the driver.
 
-    def return_(self, address: int) -> None:
+        Raises:
+            DeviceError: nothing was given: the saver is not in place in this process.
+        """
+        self._left.add(address)
+        if self._left != self._sizes.keys():
+            return
+        before = self._device.memory.info().free_bytes
+        versions.memory_saver().pause(self._tag)
+        self.is_mapped = False
+        freed, total = self._device.memory.info().free_bytes - before, sum(self._sizes.values())
+        if freed < total // 2:  # other programs may take some meanwhile
+            raise DeviceError(
+                f"SGLang's {self._tag} on {self._device.name} gave {freed} of {total} bytes to the driver: "
+                "torch_memory_saver was not preloaded, because the loader does not find CUDA's runtime. Add the folder "
+                "of libcudart.so to LD_LIBRARY_PATH before the program starts"
+            )
+
+    def come_back(self, address: int) -> None:
         if not self.is_mapped:
             versions.memory_saver().resume(self._tag)
             self.is_mapped = True
@@ -68,7 +84,7 @@ class SavedStorage:
 
     def resize_(self, nbytes: int) -> None:
         """0 gives up the memory; any other number takes as much as there was."""
-        (self._region.return_ if nbytes else self._region.leave)(self.address)
+        (self._region.come_back if nbytes else self._region.leave)(self.address)
 
 
 @bytes_of.register
@@ -93,7 +109,7 @@ class SavedGroup(OffloadGroup):
     ) -> None:
         super().__init__(device, tensors)
         storages = distinct_storages(tensors())
-        self._region = Region(tag, len(storages))
+        self._region = Region(device, tag, {storage.data_ptr(): storage.nbytes() for storage in storages})
         self._saved = [SavedStorage(storage, self._region) for storage in storages]
         self._kept = kept
         self._copies: list[tuple[Tensor, Tensor]] = []

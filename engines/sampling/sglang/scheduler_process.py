@@ -7,8 +7,11 @@ connection. So no step is made meanwhile. The calls and answers are plain data.
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,12 +27,35 @@ from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 FOLDER = "_RLCORE_SGLANG_FOLDER"
 """The environment variable with the folder of the executor's socket."""
 SOCKET = "calls"
+_WORDS = "last-words-"
+_PR_SET_PDEATHSIG = 1  # prctl(2); SGLang asks to be killed as soon as its parent has ended
 _PATIENCE_S = 365 * 86400.0
 """Not a deadline: the executor's end closes when it has no more calls, and with its process."""
 
 
+class _LastWords(logging.Handler):
+    """Writes the error that ends a scheduler where the executor finds it: SGLang's end says no more than its code."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Traceback" in record.getMessage():
+            Path(os.environ[FOLDER], f"{_WORDS}{os.getpid()}").write_text(record.getMessage(), "utf-8")
+
+
+def last_words(folder: str, pid: int | None = None) -> str:
+    """Return the error of a scheduler that has ended, in one line; "" if it has said none.
+
+    Args:
+        pid: the scheduler's; None is any.
+    """
+    for path in Path(folder).glob(f"{_WORDS}{pid or '*'}"):
+        lines = path.read_text("utf-8").strip().splitlines()
+        return lines[-1] if lines else ""
+    return ""
+
+
 def run_scheduler(*arguments: Any, **keywords: Any) -> None:
     """Run a scheduler, called by SGLang in place of its ``run_scheduler_process``."""
+    logging.getLogger(versions.SCHEDULER_LOG).addHandler(_LastWords(logging.ERROR))
     versions.run_scheduler(arguments, keywords, rpc=serve, sample=sample, folder=os.environ[FOLDER])
 
 
@@ -55,4 +81,6 @@ def _shard_of(scheduler: Any) -> SglangShard:
     found: SglangShard | None = getattr(scheduler, "_rlcore_shard", None)
     if found is None:
         found = scheduler._rlcore_shard = SglangShard(scheduler)
+        # The guard of the executor's process ends this one too, and sees before what it shares by name.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     return found

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
 SAMPLER = "pytorch"
 """The sampling backend in whose place rlcore's sampler is: SGLang's build for the CPU takes no other."""
+SCHEDULER_LOG = "sglang.srt.managers.scheduler"
+"""The log in which a scheduler says what ends it, as its only error."""
 
 # Defaults that the user's own environment overrides.
 _ENVIRONMENT = {
@@ -101,7 +103,9 @@ def check_version(version: str) -> None:
 # ------------------------------------------------------------------------------------------ the engine's process
 
 
-def new_engine(arguments: Mapping[str, Any], folder: str, run_scheduler: Callable[..., None]) -> SglangEngine:
+def new_engine(
+    arguments: Mapping[str, Any], folder: str, run_scheduler: Callable[..., None], why_ended: Callable[[], str]
+) -> SglangEngine:
     """Make an SGLang engine, in the thread whose event loop it is to have.
 
     SGLang sets handlers of signals where this is the main thread, which would end the whole process.
@@ -109,10 +113,11 @@ def new_engine(arguments: Mapping[str, Any], folder: str, run_scheduler: Callabl
     Args:
         folder: where SGLang makes its sockets; the caller removes it.
         run_scheduler: a function of a module, called in each scheduler's process instead of SGLang's own.
+        why_ended: returns the error that has ended a scheduler.
 
     Raises:
         InvalidInputError: SGLang refuses the arguments.
-        RlcoreError: a scheduler could not start; it has printed why.
+        RlcoreError: a scheduler could not start; says why.
     """
     from sglang.srt.entrypoints.engine import Engine
 
@@ -131,7 +136,7 @@ def new_engine(arguments: Mapping[str, Any], folder: str, run_scheduler: Callabl
         except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
             raise InvalidInputError(f"SGLang refuses these arguments of build(): {error}") from error
         except (RuntimeError, EOFError) as error:
-            raise RlcoreError(f"SGLang could not start; what its scheduler printed says why: {error}") from error
+            raise RlcoreError(f"SGLang could not start: {why_ended() or error}") from error
     found: SglangEngine = engine
     return found
 

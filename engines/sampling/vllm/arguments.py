@@ -10,7 +10,7 @@ from rlcore.device import Device
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import ModelFolder
 from rlcore.engines.sampling.replica.arguments import fields_of, package_folder, refuse_own, refuse_unknown
-from rlcore.errors import DeviceError
+from rlcore.errors import DeviceError, InvalidInputError
 
 EXTENSION = "rlcore.engines.sampling.vllm.extension.RlcoreWorkerExtension"
 
@@ -30,6 +30,8 @@ _OWN = {
     "use_tqdm_on_load": "the log stays quiet",
 }
 """Arguments that the user cannot choose, and why."""
+BATCH_INVARIANT = "batch_invariant"
+"""An argument that is an environment variable of vLLM's."""
 _KV_SHARE = 0.7
 """Fraction of the device memory that the weights leave free; the rest is for activations and captured graphs."""
 _MOST_HOST_KV_BYTES = 4 << 30
@@ -78,6 +80,9 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
         MissingDependencyError: this interpreter has no vLLM.
     """
     refuse_own(given, _OWN, "vllm")
+    if not isinstance(given.get(BATCH_INVARIANT, False), bool):
+        raise InvalidInputError(f"{BATCH_INVARIANT} must be True or False, got {given[BATCH_INVARIANT]!r}")
+    given = {name: value for name, value in given.items() if name != BATCH_INVARIANT}
     package = package_folder("vllm", python, "vllm")
     refuse_unknown(given, fields_of(package / "engine" / "arg_utils.py", "EngineArgs") if package else [], "vLLM")
 

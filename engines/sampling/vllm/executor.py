@@ -16,7 +16,7 @@ from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.vllm import ascend, versions
-from rlcore.engines.sampling.vllm.arguments import check_arguments, engine_arguments
+from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, check_arguments, engine_arguments
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine
 from rlcore.engines.sampling.vllm.replica import Replica
@@ -55,6 +55,8 @@ class VllmExecutor(ReplicaExecutor):
             path: a Hugging Face model folder with safetensors weights.
             engine_args: fields of ``vllm.EngineArgs``, but for those that rlcore sets. ``kv_cache_memory_bytes`` is
                 per device; without it the KV cache takes most of the memory that the weights leave free.
+                ``batch_invariant=True`` is vLLM's VLLM_BATCH_INVARIANT: a token's log-probs do not depend on what it
+                is batched with; slower.
 
         Raises:
             CheckpointError: the folder is incomplete or damaged.
@@ -65,7 +67,10 @@ class VllmExecutor(ReplicaExecutor):
         """
         ascend.check_device(self.device)
         self._folder = check_model_folder(path)
-        self.engine_version = versions.prepare()
+        is_invariant = engine_args.pop(BATCH_INVARIANT, False)
+        if is_invariant and self.device.spec.is_host:
+            raise UnsupportedError(f"{BATCH_INVARIANT} on {self.device.name}", "vLLM has such kernels for GPUs alone")
+        self.engine_version = versions.prepare(is_batch_invariant=is_invariant)
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)
         images = ImageInputs.of_folder(self._folder.path) if self._folder.reads_images else None

@@ -70,7 +70,6 @@ class VllmConfig(Protocol):
 
     model_config: VllmModelConfig
     compilation_config: VllmCompilationConfig
-    quant_config: Any
 
 
 class VllmModelConfig(Protocol):

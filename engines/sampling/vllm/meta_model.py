@@ -25,8 +25,9 @@ def meta_model(
         is_plain: leave out the quantisation that vLLM does while it loads.
     """
     if is_plain:
-        vllm_config = copy.copy(vllm_config)
-        vllm_config.quant_config = None
+        plain: Any = copy.copy(vllm_config)
+        plain.quant_config = None
+        vllm_config = plain
     model: Any = new_model(vllm_config, "meta")
     return model, model.load_weights
 

@@ -49,7 +49,7 @@ _ENVIRONMENT = {
 }
 
 
-def prepare() -> str:
+def prepare(*, is_batch_invariant: bool = False) -> str:
     """Set vLLM's environment and import it; return its version.
 
     Raises:
@@ -61,6 +61,8 @@ def prepare() -> str:
     # The engine core runs in this process: it schedules the same each time, and rlcore decides when it makes a step.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_memory_bytes, which rlcore always gives
+    if is_batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about vLLM's code
     logging.getLogger("vllm").setLevel(
         os.environ["VLLM_LOGGING_LEVEL"].upper()

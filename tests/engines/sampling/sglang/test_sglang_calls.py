@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,10 +15,10 @@ import pytest
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
-from rlcore.engines.sampling.sglang import scheduler_process
-from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, serve
+from rlcore.engines.sampling.sglang import executor, scheduler_process
+from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, last_words, serve
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
-from rlcore.errors import StateError, WorkerDiedError, WorkerError
+from rlcore.errors import InvalidInputError, StateError, WorkerDiedError, WorkerError
 
 CONTEXT = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
 RANK = threading.local()
@@ -116,3 +117,25 @@ def test_schedulers_that_do_not_come_because_one_has_ended(
     monkeypatch.setattr(calls, "_call_schedulers", come)
     with pytest.raises(WorkerDiedError, match=r"lost SGLang's scheduler, which has ended, during move\(\)"):
         calls.open("move")
+
+
+def test_a_folder_whose_sockets_would_have_too_long_paths_is_refused() -> None:
+    assert executor._checked("/tmp/" + "x" * 90)
+    with pytest.raises(InvalidInputError, match="at most 107 bytes of it: let RLCORE_RUNTIME name a folder"):
+        executor._checked("/tmp/" + "x" * 91)
+
+
+def test_the_error_that_ends_a_scheduler_is_found_by_its_process(
+    schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(scheduler_process.versions, "run_scheduler", lambda *_, **__: None)
+    log = logging.getLogger(scheduler_process.versions.SCHEDULER_LOG)
+    monkeypatch.setattr(log, "handlers", [])
+    scheduler_process.run_scheduler()
+    assert last_words(str(tmp_path)) == ""
+    log.error("Failed to call rpc move: it is not the end")
+    assert last_words(str(tmp_path)) == ""
+    log.error("Scheduler hit an exception: Traceback (most recent call last):\n  ...\nValueError: no such format\n")
+    assert last_words(str(tmp_path)) == last_words(str(tmp_path), os.getpid()) == "ValueError: no such format"
+    assert last_words(str(tmp_path), 1) == ""

@@ -182,11 +182,11 @@ def test_what_must_not_be_taken_for_an_output_is_an_error(made: Made, reason: st
     made.sglang.end("0-0.", reason, logprob)
     with pytest.raises(RlcoreError, match=told):
         made.replica.collect(5.0)
+    assert made.replica.collect(60.0) == {}, "nothing more comes of it"
 
 
 def test_a_lost_process_ends_the_wait(made: Made) -> None:
     made.submit()
     made.processes._lost = "SGLang's scheduler, which has ended"
-    made.replica.woken()
     with pytest.raises(WorkerDiedError, match=r"lost SGLang's scheduler, which has ended, during collect\(\)"):
         made.replica.collect(60.0)

@@ -101,6 +101,17 @@ def test_the_others_do_not_wait_for_the_lost_one(start_all: StartAll) -> None:
     assert first.exitcode == -signal.SIGKILL
 
 
+def test_what_they_shared_is_gone_before_anybody_is_told(start_all: StartAll) -> None:
+    """Else this process may be ended before it has removed that."""
+    seen: list[tuple[bool, list[int | None]]] = []
+    watched, processes = start_all("VllmWorker-0", "VllmWorker-1")
+    watched._clean_up = lambda: seen.append((watched.is_lost, [process.exitcode for process in processes]))
+    processes[0].kill()
+    watched._watching.join(60)
+    assert seen == [(False, [-signal.SIGKILL] * 2)]
+    assert watched.is_lost
+
+
 def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(start_all: StartAll) -> None:
     watched, (process, _) = start_all("Another-0", "VllmWorker-1")
     killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGUSR2))
