@@ -100,11 +100,11 @@ ROOMS = {
     ),
     "kernels": (
         ("_torch_private", "dispatch", "operands", "row_stats", "softmax_rows", "chunks", "cu_seqlens", "packing",
-            "triton_programs", "vocab_shard"),
+            "tile_choices", "triton_programs", "vocab_shard"),
         ("autograd", "losses", "returns", "strided_copy", "triton_target"),
         ("token",),
         ("linear",),
-        ("plugin",),
+        ("plugin", "tuning"),
     ),
     "bench": (
         ("record", "steps"),

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rlcore.kernels import tile_choices
 from rlcore.kernels.softmax_rows import ScaledRows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -47,7 +48,7 @@ TILE_T, TILE_V, TILE_H = 128, 256, 64
 # alone; groups of 8 or 32, four stages, and stores by pointer or in halves were no faster.
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _BUSY = 0.95  # share of the cores
-PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "GROUP": 16, "num_warps": 8, "num_stages": 3}
+_PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -204,7 +205,8 @@ def tile_statistics(
         _statistics_kernel[grid(T, end_v - first_v, hidden_TH.device)](
             *tiles, bias_V, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
             stored_tiles if end_v <= num_stored else None,
-            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device), **PRODUCT,
+            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device),
+            **product_tile(hidden_TH.device.type),
         )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.ignored, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
@@ -212,6 +214,11 @@ def tile_statistics(
         **_MERGE,
     )  # fmt: skip
     return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)
+
+
+def product_tile(device_type: str) -> dict[str, int]:
+    """Return the compile options of products in tiles."""
+    return {**_PRODUCT, **tile_choices.tile("product of tiles", device_type)}
 
 
 def descriptor(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
