@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-NO_GPU := not gpu and not multigpu and not vllm
+NO_GPU := not gpu and not multigpu and not vllm and not sglang
 OFTEN := $(NO_GPU) and not npu_sim and not slow and not ray
 
 # What pip would compile with one process and in twice the time: files that nothing imports, or a few of many.
@@ -17,7 +17,7 @@ ifneq ($(shell pwd | LC_ALL=C tr -d '\n -~'),)
 export LC_ALL := C.UTF-8
 endif
 
-.PHONY: quickstart test test-all test-slow ray-test check gpu-test bench bench-micro results docs same-python
+.PHONY: quickstart test test-all test-slow ray-test sglang-test check gpu-test bench bench-micro results docs same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
@@ -27,11 +27,15 @@ test: .venv/dev.installed  ## What to run after each change; minutes, installati
 
 test-all: test test-slow  ## Everything that needs no GPU
 
-test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/ray.installed .venv/deepspeed/installed  ## What `make test` leaves out
+test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/ray.installed .venv/pyright.installed .venv/deepspeed/installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)
 
 ray-test: .venv/dev.installed .venv/ray.installed  ## All tests of launcher="ray", some minutes; with hosts of namespaces as root
 	@$(PYTEST) -m "$(NO_GPU) and ray" $(PYTEST_FLAGS)
+
+sglang-test: .venv/sglang/installed  ## All tests of the executor sglang with real SGLang on the CPU, some minutes
+	@OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -m sglang --never-skip sglang tests/engines/sampling/sglang $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -q --pyargs rlcore.conformance --inference-executor sglang --device cpu --build-options '{"dtype": "float32"}'
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .
@@ -69,6 +73,22 @@ docs: .venv/docs.installed results  ## The documentation site, in outputs/docs; 
 	@$(PIP) install --no-compile -c constraints.txt -e '.[$*]'
 	@echo "Compiling what was installed"
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(LATER)' .venv/lib >/dev/null || true
+	@touch $@
+
+# A type checker for tests alone, with a node of PyPI's: nothing is downloaded when it runs.
+.venv/pyright.installed: constraints.txt .venv/dev.installed
+	@echo "Installing pyright into .venv"
+	@$(PIP) install --quiet -c constraints.txt 'pyright[nodejs]'
+	@touch $@
+
+# An environment of its own: SGLang pins a torch and a transformers. Its requirements are those of a machine with CUDA.
+.venv/sglang/installed: tests/engines/sampling/sglang/requirements.txt pyproject.toml | same-python .venv/dev.installed
+	@echo "Installing SGLang into .venv/sglang"
+	@$(PYTHON) -m venv .venv/sglang
+	@.venv/sglang/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@.venv/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.21
+	@.venv/sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@cp tests/engines/sampling/sglang/stand_in/* .venv/sglang/lib/python3*/site-packages/
 	@touch $@
 
 # In a folder of its own, which its tests alone put on the path: transformers and others import it wherever they find it.

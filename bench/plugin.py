@@ -11,7 +11,7 @@ from rlcore.hookspecs import RegisterBenchmark, hookimpl
 
 _MODULES = (
     "attention", "collectives", "dispatch", "ipc", "kernel_scans", "kernels",
-    "materialize", "memory", "offload", "product", "quickstart", "reinforcement", "startup",
+    "materialize", "memory", "offload", "parallel", "product", "quickstart", "reinforcement", "startup",
     "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers", "zero",
 )  # fmt: skip
 PEERS = Path(__file__).parent / "cases" / "peers"

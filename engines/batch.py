@@ -3,8 +3,11 @@
     padded   input_ids [N, L] with attention_mask [N, L]
     packed   input_ids [T] with cu_seqlens [N+1]
 
-Every other entry is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and
-advantages belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
+``routed_experts``, of a mixture of experts, has [N, L, layers, experts a token] or [T, layers, experts a token]. Every
+other tensor is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and advantages
+belongs to token t given the tokens before it. ``loss_mask`` is 1 for the tokens that are trained on.
+
+What the model reads beside the tokens, such as the pixels of images, is a ``SequenceInput``: rows of each sequence.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences.
 """
@@ -21,10 +24,15 @@ from rlcore.arguments import LIST, takes
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
+from rlcore.routing.replay import joined_routes
+from rlcore.routing.routers import ROUTES
+from rlcore.sequence_input import SequenceInput, joined_inputs
+
+Batch = Mapping[str, Tensor | SequenceInput]
 
 
 @takes("collate()", outputs=LIST)
-def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Tensor]:
+def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Any]:
     """Return one padded batch of every completion of ``outputs``, in order.
 
     Args:
@@ -33,8 +41,9 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
 
     Returns:
         ``input_ids`` [N, L] int64 (prompt and completion, right-padded), ``attention_mask`` and ``loss_mask`` [N, L]
-        bool (True on completion tokens), ``old_logprobs`` [N, L] float32 (the sampler's; 0 elsewhere), and each of
-        ``per_sequence`` as [N].
+        bool (True on completion tokens), ``old_logprobs`` [N, L] float32 (the sampler's; 0 elsewhere), each of
+        ``per_sequence`` as [N], and what the prompts had beside their tokens, each as a ``SequenceInput``. If
+        completions have them, also ``routed_experts`` [N, L, layers, experts a token] int16, -1 where none are known.
 
     Raises:
         InvalidInputError: no completion, another number of values than completions, or a NaN or infinity for one that
@@ -59,8 +68,12 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
         batch["attention_mask"][row, :stop] = True
         batch["loss_mask"][row, start:stop] = True
         batch["old_logprobs"][row, start:stop] = torch.tensor(completion.logprobs)
+    routes = joined_routes([completion.routed_experts for _, completion in sequences], shape)
+    batch |= {} if routes is None else {ROUTES: routes}
     is_trained_N = batch["loss_mask"].any(1)
-    return batch | {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
+    each = {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
+    inputs = joined_inputs([output.inputs for output in outputs for _ in output.outputs])
+    return batch | inputs | each
 
 
 def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
@@ -74,6 +87,21 @@ def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
             "completion out"
         )
     return flat
+
+
+def separated(batch: Batch) -> tuple[dict[str, Tensor], dict[str, SequenceInput]]:
+    """Return the tensors of a batch, and its inputs beside the tokens, which must be of as many sequences."""
+    inputs = {name: value for name, value in batch.items() if isinstance(value, SequenceInput)}
+    tensors: Any = {name: value for name, value in batch.items() if name not in inputs}
+    if inputs and "input_ids" in tensors:
+        edges = tensors.get("cu_seqlens")
+        num_sequences = len(tensors["input_ids"]) if edges is None else len(edges) - 1
+        for name, value in inputs.items():
+            if len(value) != num_sequences:
+                raise InvalidInputError(
+                    f"{name} of the batch is of {len(value)} sequences, and the batch has {num_sequences}"
+                )
+    return tensors, inputs
 
 
 def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -133,6 +161,13 @@ def _check_layout(input_ids: Tensor, cu_seqlens: Tensor) -> None:
 
 def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:
     num_sequences, num_tokens = len(lengths_N), int(lengths_N.sum())
+    if name == ROUTES:
+        if value.ndim != 3 or len(value) != num_tokens or value.is_floating_point():
+            raise InvalidInputError(
+                f"{ROUTES} must be whole numbers of shape [{num_tokens} tokens, layers, experts a token], got "
+                f"{value.dtype} {list(value.shape)} of packed tokens"
+            )
+        return value.to(torch.int16)
     if value.shape == (num_tokens,):
         return value
     if value.shape == (num_sequences,):
@@ -141,7 +176,7 @@ def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:
         return value.expand(num_tokens)
     raise InvalidInputError(
         f"batch entry {name!r} has shape {list(value.shape)}; accepted: one value a token, "
-        f"one a sequence [{num_sequences}], or a scalar"
+        f"one a sequence [{num_sequences}], or a scalar; what the model reads beside tokens is a rlcore.SequenceInput"
     )
 
 

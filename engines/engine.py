@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
+from rlcore import spans
 from rlcore.arguments import COUNT, FLAG, optional, takes
 from rlcore.engines.executors.options import check_executor_options
 from rlcore.engines.executors.worker import MemoryReport, Worker
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.interpreter import checked_interpreter
 from rlcore.engines.launchers.launch import choose_launcher, start_workers
+from rlcore.engines.launchers.traced_calls import note_workers
 from rlcore.engines.offload.host_limits import physical_bytes
 from rlcore.engines.placement import place_workers
 from rlcore.engines.residency import MOVE_TO, Move, Residency, State
@@ -173,12 +175,32 @@ class Engine(ABC):
             if self._host_memory != (None, None):
                 self._call(Worker.reserve_host_memory, *self._host_memory)
             self._build_workers(self._options)
+            if spans.recorder is not None:
+                self._note_in_trace()
             if not onload:
                 self.offload()
         except BaseException:
             self._restore_host_limit()
             self._discard_workers()
             raise
+
+    def _note_in_trace(self) -> None:
+        group = self._built_group()
+        note_workers(group)
+        weights = sum(report["tags"]["weights"]["device_bytes"] for report in self.memory_report())
+        spans.note(
+            "engine",
+            number=group.workers[0].context.number,
+            kind=self.kind,
+            devices=self.devices,
+            weights_bytes=weights,
+            num_parameters=self._num_parameters,
+        )
+
+    @property
+    def _num_parameters(self) -> int | None:
+        """The number of the parameters of a module that is trained."""
+        return None
 
     def _restore_host_limit(self) -> None:
         """Take back ``host_memory_bytes`` after a failed build: later builds in these processes must not find it."""

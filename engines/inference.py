@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from rlcore.arguments import AT_LEAST_0, FLAG, LIST, PATH, TEXT, Kind, optional, takes
 from rlcore.engines.engine import Engine
 from rlcore.engines.executors.base import InferenceExecutor
@@ -16,7 +18,7 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.residency import Move, State
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.progress import progress_bar
-from rlcore.engines.sampling.prompts import ParamsLike, Prompt, params_of_each, prompts_of
+from rlcore.engines.sampling.prompts import ParamsLike, PromptLike, params_of_each, prompts_of
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.request_router import RequestRouter
 from rlcore.engines.weight_sync.engines import ReceivingEngine, poisoned
@@ -72,7 +74,7 @@ class InferenceEngine(Engine, ReceivingEngine):
     @takes("generate()", progress=optional(FLAG))
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[PromptLike],
         sampling_params: ParamsLike | Sequence[ParamsLike] = None,
         *,
         progress: bool | None = None,
@@ -80,7 +82,8 @@ class InferenceEngine(Engine, ReceivingEngine):
         """Sample completions.
 
         Args:
-            prompts: texts, or token ids.
+            prompts: texts; token ids; or, for images, what the model's processor makes of one prompt with
+                ``return_tensors="pt"``: a dict of its token ids and, beside them, ``pixel_values`` and the like.
             sampling_params: for all prompts or one for each; a ``SamplingParams`` or a dict of its fields.
             progress: show a progress bar on stderr; None does so on a terminal.
 
@@ -89,7 +92,8 @@ class InferenceEngine(Engine, ReceivingEngine):
 
         Raises:
             StateError: weights or KV cache are not on the device, or the weights are not whole.
-            InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt.
+            InvalidInputError: an unknown sampling parameter, one out of range, an empty or too long prompt, images that
+                do not fit its tokens.
         """
         self._require_ready("generate()")
         each = prompts_of(prompts)
@@ -97,9 +101,23 @@ class InferenceEngine(Engine, ReceivingEngine):
         with progress_bar("Generating", sum(one.n for one in params), progress) as advance:
             return self._router.generate(each, params, version=self._version, advance=advance)
 
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return what each part of the model computes of one sequence, [tokens, width] on the host.
+
+        Names are those of ``rlcore.activations``, such as "embedding" and "layers.3.attention"; of "head", the logits,
+        there is the last token alone. Of several replicas the first answers.
+
+        Raises:
+            UnsupportedError: the executor cannot look inside its model.
+        """
+        self._require_ready("activations()")
+        prompts_of([token_ids])
+        found: dict[str, Tensor] = self._call(InferenceExecutor.activations, list(token_ids))[0]
+        return found
+
     def submit(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: str | Sequence[PromptLike],
         sampling_params: ParamsLike | Sequence[ParamsLike] = None,
         *,
         max_in_flight: int = 1024,
@@ -107,6 +125,7 @@ class InferenceEngine(Engine, ReceivingEngine):
         """Begin to complete these prompts, each on the replica that has least to do; return their numbers.
 
         Args:
+            prompts: those of ``generate``.
             max_in_flight: the most prompts that may be unfinished; more wait here until others have ended.
 
         Raises:
@@ -118,9 +137,9 @@ class InferenceEngine(Engine, ReceivingEngine):
         if type(max_in_flight) is not int or max_in_flight < 1:
             raise InvalidInputError(f"max_in_flight must be a whole number of at least 1, got {max_in_flight!r}")
         self._require_ready("submit()")
-        prompts = prompts_of(prompts)
-        params = params_of_each(prompts, sampling_params)
-        return self._router.submit(prompts, params, version=self._version, max_in_flight=max_in_flight)
+        each = prompts_of(prompts)
+        params = params_of_each(each, sampling_params)
+        return self._router.submit(each, params, version=self._version, max_in_flight=max_in_flight)
 
     @takes("collect()", timeout_s=optional(AT_LEAST_0))
     def collect(self, timeout_s: float | None = None) -> dict[int, RequestOutput]:
@@ -136,8 +155,8 @@ class InferenceEngine(Engine, ReceivingEngine):
 
     def generate_turns(
         self,
-        prompts: Sequence[Prompt],
-        next_prompt: Callable[[int, list[RequestOutput]], Prompt | None],
+        prompts: Sequence[PromptLike],
+        next_prompt: Callable[[int, list[RequestOutput]], PromptLike | None],
         sampling_params: ParamsLike | Sequence[ParamsLike] = None,
     ) -> list[list[RequestOutput]]:
         """Hold conversations: complete each prompt, then the one that follows it, until that is None.
@@ -149,11 +168,11 @@ class InferenceEngine(Engine, ReceivingEngine):
         Returns:
             For each prompt its outputs, turn by turn.
         """
-        prompts = prompts_of(prompts)
-        params = params_of_each(prompts, sampling_params)
-        outputs: list[list[RequestOutput]] = [[] for _ in prompts]
+        first = prompts_of(prompts)
+        params = params_of_each(first, sampling_params)
+        outputs: list[list[RequestOutput]] = [[] for _ in first]
         others: dict[int, RequestOutput] = {}
-        under_way = dict(zip(self.submit(prompts, params), range(len(prompts)), strict=True))
+        under_way = dict(zip(self.submit(first, params), range(len(first)), strict=True))
         try:
             with self._router.aborting_on_error(under_way):
                 while under_way:

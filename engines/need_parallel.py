@@ -144,17 +144,28 @@ def has_split_sequences(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def split_arguments(
-    args: Sequence[object], kwargs: Mapping[str, object], parts: int, sequence_parallel_size: int = 1
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    parts: int,
+    sequence_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Return the (args, kwargs) of each of ``parts`` workers; neighbours share sequences."""
+    """Return the (args, kwargs) of each of ``parts`` workers.
+
+    Args:
+        sequence_parallel_size: workers that share sequences.
+        tensor_parallel_size: neighbours that compute the same.
+    """
+    sharing = sequence_parallel_size * tensor_parallel_size
 
     def spread(value: object) -> list[Any]:
         if not isinstance(value, NeedParallel):
             return [value] * parts
         if value.type == "seq":
-            return value.split(sequence_parallel_size) * (parts // sequence_parallel_size)
-        own = value.split(parts // sequence_parallel_size)
-        return [piece for piece in own for _ in range(sequence_parallel_size)]
+            own = value.split(sequence_parallel_size) * (parts // sharing)
+            return [piece for piece in own for _ in range(tensor_parallel_size)]
+        own = value.split(parts // sharing)
+        return [piece for piece in own for _ in range(sharing)]
 
     args_by_part = [spread(value) for value in args]
     kwargs_by_part = {name: spread(value) for name, value in kwargs.items()}

@@ -10,6 +10,7 @@ def rlcore_register_executors(register: RegisterExecutor) -> None:
     register("train", "fsdp2", "rlcore.engines.fsdp2.executor:Fsdp2Executor")
     register("train", "deepspeed", "rlcore.engines.deepspeed.executor:DeepSpeedExecutor")
     register("inference", "hf", "rlcore.engines.sampling.hf.executor:HfExecutor")
+    register("inference", "sglang", "rlcore.engines.sampling.sglang.executor:SglangExecutor")
     register("inference", "vllm", "rlcore.engines.sampling.vllm.executor:VllmExecutor")
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from rlcore.arguments import FLAG, LIST, TEXT, Kind, optional, takes
+from rlcore import spans
+from rlcore.arguments import FLAG, LIST, PATH, TEXT, Kind, optional, takes
 from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.errors import InvalidInputError
@@ -34,7 +39,14 @@ _current = Runtime()
 _DEVICES = Kind("a device's name or a list of them", lambda value: TEXT.has(value) or LIST.has(value))
 
 
-@takes("init()", devices=optional(_DEVICES), address=optional(TEXT), insecure_cluster=FLAG)
+@takes(
+    "init()",
+    devices=optional(_DEVICES),
+    address=optional(TEXT),
+    insecure_cluster=FLAG,
+    trace=optional(PATH),
+    trace_kernels=FLAG,
+)
 def init(
     devices: Sequence[str] | str | None = None,
     launcher: str | None = None,
@@ -43,6 +55,8 @@ def init(
     *,
     address: str | None = None,
     insecure_cluster: bool = False,
+    trace: str | Path | None = None,
+    trace_kernels: bool = False,
 ) -> Runtime:
     """Set the defaults of this process and check that the devices can be had.
 
@@ -55,9 +69,13 @@ def init(
         address: of a Ray cluster, "auto" for the one of this host; the launcher is "ray" then. Without one "ray" starts
             a cluster of this host alone, which goes with the program.
         insecure_cluster: accept a Ray cluster that lets everybody in who reaches its ports.
+        trace: a folder into which this process, and the workers of engines that are built afterwards, write what they
+            do and when; at the end of the program ``trace.html`` and ``trace.json`` are made there. Under
+            ``rlcore trace`` that one's folder is used.
+        trace_kernels: have torch's profiler record one call of each method of a worker.
 
     Raises:
-        InvalidInputError: an unknown launcher, level or debug mode.
+        InvalidInputError: an unknown launcher, level or debug mode, or a folder that cannot be written.
         MissingDependencyError: Ray is not installed.
         DeviceError: a device that is unknown or not available.
     """
@@ -77,8 +95,18 @@ def init(
         _log_to_stderr(log)
     if debug is not None:
         os.environ["RLCORE_DEBUG"] = Settings.from_env({"RLCORE_DEBUG": debug}).debug
+    if trace is not None and spans.recorder is None:
+        spans.start(Path(trace), records_kernels=trace_kernels)
+        atexit.register(_report_trace, spans.start(Path(trace)).folder, os.getpid())
     _current = runtime
     return runtime
+
+
+def _report_trace(folder: Path, owner: int) -> None:
+    """Make the pages of a trace in a process of their own: this one is at its end."""
+    if os.getpid() == owner and os.environ.get("RANK", "0") == "0":
+        environment = {name: value for name, value in os.environ.items() if name != "RLCORE_TRACE"}
+        subprocess.run([sys.executable, "-m", "rlcore", "trace", "--report", str(folder)], env=environment, check=False)
 
 
 def current() -> Runtime:

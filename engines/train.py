@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, get_args
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
-from rlcore.engines.batch import check_values, loss_mask_of, padded, to_packed
+from rlcore.engines.batch import Batch, check_values, loss_mask_of, padded, separated, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.mismatch_cause import mismatch_warning
 from rlcore.engines.need_parallel import (
     Gather,
     check_gather,
@@ -30,10 +32,14 @@ from rlcore.engines.residency import State
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
 from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.transports.base import Route
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
+from rlcore.parallel_plans import Sizes
+from rlcore.routing.replay import check_routes
+from rlcore.routing.routers import ROUTES
+from rlcore.sequence_input import SequenceInput
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
 from rlcore.weights.view import Adapters
@@ -73,38 +79,82 @@ class TrainEngine(CheckpointedEngine):
         self._module_class = type(module)
         self._module = module
         self._weight_sync = WeightSync()
-        self._sequence_parallel_size = 1
+        self._sizes = Sizes()
+        self._has_warned_of_mismatch = False
         super().__init__(executor)
 
     def build(
-        self, *, replicas: int = 1, data_parallel_size: int = 1, sequence_parallel_size: int = 1, **options: Any
+        self,
+        *,
+        replicas: int = 1,
+        data_parallel_size: int = 1,
+        sequence_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        **options: Any,
     ) -> Self:
         """Start the workers and load the weights; see ``Engine.build``.
 
-        There are ``replicas * data_parallel_size * sequence_parallel_size`` workers.
+        There are ``replicas * data_parallel_size * sequence_parallel_size * tensor_parallel_size`` workers.
 
         Args:
             replicas: copies of the weights (HSDP), each sharded over the workers of one.
             data_parallel_size: parts of each batch that the workers of one replica compute at a time.
             sequence_parallel_size: workers that share each part, every micro-batch cut into as many runs of tokens
                 (Ulysses): for sequences that are too long for one device. It must divide the attention's query heads.
+            tensor_parallel_size: neighbouring workers that compute the same tokens, each with its part of every large
+                matrix, by the plan that transformers has for the model. It must divide the heads of queries, and of
+                keys and values.
+            expert_parallel_size: neighbouring workers of one replica that have the experts of a mixture among them;
+                tokens travel to their experts. A multiple of ``tensor_parallel_size`` that divides the workers of a
+                replica and the experts. It adds no workers.
             options: those of ``Engine.build``, and of the executor: for "fsdp2" the fields of
                 ``rlcore.engines.fsdp2.sharding.Sharding``, for "deepspeed" those of
                 ``rlcore.engines.deepspeed.options.ZeroOptions``.
         """
-        sizes = {"replicas": replicas, "sequence_parallel_size": sequence_parallel_size}
+        sizes = {
+            "replicas": replicas,
+            "sequence_parallel_size": sequence_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "expert_parallel_size": expert_parallel_size,
+        }
         for name, value in (sizes | {"data_parallel_size": data_parallel_size}).items():
             if type(value) is not int or value < 1:
                 raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        in_replica = data_parallel_size * sequence_parallel_size * tensor_parallel_size
+        divides = expert_parallel_size % tensor_parallel_size == 0 == in_replica % expert_parallel_size
+        if expert_parallel_size > 1 and not divides:
+            raise InvalidInputError(
+                f"expert_parallel_size={expert_parallel_size} must be a multiple of "
+                f"tensor_parallel_size={tensor_parallel_size}, and divide the {in_replica} workers of a replica: "
+                "data_parallel_size * sequence_parallel_size * tensor_parallel_size"
+            )
         # a size of 1 is no option that an executor has to know
         options |= {name: value for name, value in sizes.items() if value > 1}
-        self._sequence_parallel_size = sequence_parallel_size
-        return super().build(data_parallel_size=replicas * data_parallel_size * sequence_parallel_size, **options)
+        self._sizes = Sizes(tensor_parallel_size, expert_parallel_size, sequence_parallel_size)
+        return super().build(data_parallel_size=replicas * in_replica // tensor_parallel_size, **options)
 
     def _check(self, options: dict[str, Any], python: str | os.PathLike[str] | None) -> None:
         self._executor_class.check_packages()
-        if self._sequence_parallel_size > 1:
-            self._module.check_sequence_parallel(self._sequence_parallel_size)
+        if self._sizes.tensor > 1:
+            self._check_takes_tensor_parallelism(options)
+        if self._sizes.sequences > 1:
+            self._module.check_sequence_parallel(self._sizes.sequences)
+        if self._sizes.tensor > 1 or self._sizes.experts > 1:
+            self._module.check_split(self._sizes)
+
+    def _check_takes_tensor_parallelism(self, options: dict[str, Any]) -> None:
+        """Check options with ``tensor_parallel_size``, which ``Engine.build`` keeps: it places the workers by it."""
+        options_class = self._executor_class.options_class
+        if options_class is None or "tensor_parallel_size" not in {one.name for one in fields(options_class)}:
+            raise UnsupportedError(
+                f"tensor_parallel_size={self._sizes.tensor} for executor {self._executor_name!r}",
+                "its workers do not share matrices; executor='fsdp2' can",
+            )
+        options_class(**self._of_executor(options))
+
+    def _of_executor(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options | ({"tensor_parallel_size": self._sizes.tensor} if self._sizes.tensor > 1 else {})
 
     def close(self) -> None:
         try:
@@ -113,6 +163,15 @@ class TrainEngine(CheckpointedEngine):
             self._weight_sync.close()
 
     close.__doc__ = CheckpointedEngine.close.__doc__
+
+    @property
+    def num_changes(self) -> int:
+        """A number that grows whenever the weights may have been changed."""
+        return self._num_changes
+
+    @property
+    def _num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self._module.parameters())
 
     @property
     def _has_adapters(self) -> bool:
@@ -126,7 +185,8 @@ class TrainEngine(CheckpointedEngine):
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.
         self._num_changes += 1
-        has_optimizer = self._call(TrainExecutor.build, copy.deepcopy(self._module), torch.initial_seed(), **options)
+        own = self._of_executor(options)
+        has_optimizer = self._call(TrainExecutor.build, copy.deepcopy(self._module), torch.initial_seed(), **own)
         if not all(has_optimizer):
             self._residency.declare_absent("optimizer")
         if self._last_checkpoint is not None:
@@ -147,8 +207,8 @@ class TrainEngine(CheckpointedEngine):
         Args:
             gather: "list" gives one result a rank; "first" rank 0's; "mean" the mean of numbers; "cat" joins tensors,
                 lists or dicts of them, in the order of the rows where ``NeedParallel(balance_by=...)`` dealt them out.
-                Of sequence-parallel workers, which have the same arguments, "cat" takes the first one's result, and all
-                of them if an argument is split by ``NeedParallel(type="seq")``.
+                Of workers that have the same arguments (tensor and sequence parallelism), "cat" takes the first one's
+                result.
         """
         group = self._built_group()
         check_gather(gather)
@@ -156,13 +216,14 @@ class TrainEngine(CheckpointedEngine):
             raise InvalidInputError(f"{self._module_class.__name__} has no method {name!r}")
         self._require("weights", f"{name}()")
         self._num_changes += 1
-        num_workers, sharing = len(group.workers), self._sequence_parallel_size
-        calls = split_arguments(args, kwargs, num_workers, sharing)
+        num_workers, sizes = len(group.workers), self._sizes
+        calls = split_arguments(args, kwargs, num_workers, sizes.sequences, sizes.tensor)
         results = group.call(f"module.{name}", calls)
-        if gather == "cat" and not has_split_sequences(args, kwargs):
-            results = results[::sharing]
-        found = gathered(name, results, gather)
-        return in_row_order(found, args, kwargs, num_workers // sharing) if gather == "cat" else found
+        if gather != "cat":
+            return gathered(name, results, gather)
+        alike = sizes.tensor * (1 if has_split_sequences(args, kwargs) else sizes.sequences)
+        found = gathered(name, results[::alike], gather)
+        return in_row_order(found, args, kwargs, num_workers // (sizes.tensor * sizes.sequences))
 
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""
@@ -178,7 +239,7 @@ class TrainEngine(CheckpointedEngine):
     @takes("train_batch()", **_LOSS_KINDS, max_grad_norm=optional(NUMBER))
     def train_batch(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
         loss_fn: Callable[..., Any],
         *,
         token_weights: Mode = "token-mean",
@@ -204,6 +265,10 @@ class TrainEngine(CheckpointedEngine):
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
+            Of a batch with the sampler's log-probs (``rollout_logprobs``, or else ``old_logprobs``) also
+            ``mismatch/mean``, ``/p99``, ``/bias`` and ``/effective_sample_size``: how far the trainer's are from them.
+            Of a batch with ``routed_experts``, which the model's routers take instead of their own,
+            ``expert_load/max_over_mean`` and ``/entropy``.
 
         Raises:
             InvalidInputError: token ids outside the vocabulary, a NaN on a token that is trained on, or a
@@ -218,7 +283,7 @@ class TrainEngine(CheckpointedEngine):
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        packed = self._weighted(batch, token_weights, max_length)
+        packed, inputs = self._weighted(batch, token_weights, max_length)
         num_tokens = int((packed[WEIGHT] != 0).sum())
         if not num_tokens:
             _log.warning(
@@ -226,13 +291,16 @@ class TrainEngine(CheckpointedEngine):
                 "leave such a batch out"
             )
         self._num_changes += 1
-        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, options, loss_fn)
+        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, inputs, options, loss_fn)
+        if not self._has_warned_of_mismatch and (warning := mismatch_warning(metrics, packed, self._module)):
+            self._has_warned_of_mismatch = True  # it would be the same at each step
+            _log.warning("%s", warning)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
     def eval_batch(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
         loss_fn: Callable[..., Any],
         *,
         token_weights: Mode = "token-mean",
@@ -252,13 +320,16 @@ class TrainEngine(CheckpointedEngine):
         options = LossOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch, temperature=temperature, with_entropy=with_entropy
         )
-        packed = self._weighted(batch, token_weights, max_length)
-        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.evaluate, packed, options, loss_fn)
+        packed, inputs = self._weighted(batch, token_weights, max_length)
+        metrics: dict[str, float] = self._call_with_batch(TrainExecutor.evaluate, packed, inputs, options, loss_fn)
         return metrics | {"num_tokens": int((packed[WEIGHT] != 0).sum())}
 
-    def _weighted(self, batch: Mapping[str, Tensor], mode: Mode, max_length: int | None) -> dict[str, Tensor]:
-        """Return the batch packed and checked, with the weight of each token in the loss."""
-        packed = to_packed(batch)
+    def _weighted(
+        self, batch: Batch, mode: Mode, max_length: int | None
+    ) -> tuple[dict[str, Tensor], Mapping[str, SequenceInput]]:
+        """Return the batch packed and checked, with the weight of each token in the loss; and what is beside tokens."""
+        tensors, inputs = separated(batch)
+        packed = to_packed(tensors)
         if WEIGHT in packed:
             raise InvalidInputError(
                 f"a batch cannot have an entry {WEIGHT!r}, which comes of token_weights={mode!r}; to weight tokens "
@@ -269,12 +340,25 @@ class TrainEngine(CheckpointedEngine):
         )
         # Checked here and not by the workers: if one refused its part, the others would wait for it.
         check_values(packed, self._module.output_head().weight.shape[0], weight_T != 0)
-        return packed | {WEIGHT: weight_T}
+        check_routes(self._module, packed)
+        return packed | {WEIGHT: weight_T}, self._prepared(packed, inputs)
+
+    def _prepared(
+        self, packed: Mapping[str, Tensor], inputs: Mapping[str, SequenceInput]
+    ) -> Mapping[str, SequenceInput]:
+        """Return all that ``hidden_states`` needs beside the tokens."""
+        found = self._module.prepare_inputs(packed, inputs)
+        if found and self._sizes != Sizes():
+            raise UnsupportedError(
+                f"a batch with {', '.join(sorted(inputs))} where ranks share sequences or layers ({self._sizes})",
+                "vision towers run whole on each rank; build with data parallelism alone, and all other sizes 1",
+            )
+        return found
 
     @takes("forward_logprobs()", **_BATCH_KINDS, top_p=NUMBER, top_k=WHOLE)
     def forward_logprobs(
         self,
-        batch: Mapping[str, Tensor],
+        batch: Batch,
         *,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -288,7 +372,8 @@ class TrainEngine(CheckpointedEngine):
             when the batch has one.
         """
         self._require("weights", "forward_logprobs()")
-        packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
+        tensors, given = separated(batch)
+        packed = to_packed({name: tensors[name] for name in _LAYOUT if name in tensors})
         options = ScoreOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             temperature=temperature,
@@ -297,11 +382,18 @@ class TrainEngine(CheckpointedEngine):
         )
         scored_T = loss_mask_of(packed)
         check_values(packed, self._module.output_head().weight.shape[0], scored_T)
-        logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, options)
-        return logprob_T if "cu_seqlens" in batch else padded(logprob_T, batch)
+        check_routes(self._module, packed)
+        inputs = self._prepared(packed, given)
+        logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, inputs, options)
+        return logprob_T if "cu_seqlens" in batch else padded(logprob_T, tensors)
 
     def _call_with_batch(
-        self, method: Callable[..., R], packed: dict[str, Tensor], options: BatchOptions, *args: object
+        self,
+        method: Callable[..., R],
+        packed: dict[str, Tensor],
+        inputs: Mapping[str, SequenceInput],
+        options: BatchOptions,
+        *args: object,
     ) -> R:
         """Call ``method(rank's batch, *args, options)`` on every worker; return the result, the same on all."""
         group = self._built_group()
@@ -309,7 +401,9 @@ class TrainEngine(CheckpointedEngine):
             packed,
             group.workers[0].context.world_size,
             options.max_tokens_per_micro_batch,
-            self._sequence_parallel_size,
+            sequence_parallel_size=self._sizes.sequences,
+            tensor_parallel_size=self._sizes.tensor,
+            inputs=inputs,
         )
         calls: list[tuple[Any, dict[str, Any]]] = [
             ((batches[worker.context.rank], *args, options), {}) for worker in group.workers
@@ -401,7 +495,7 @@ class TrainEngine(CheckpointedEngine):
         self._residency.set("weights", State.LOADED)
 
 
-_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask")
+_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask", ROUTES)
 
 
 def _check_module(module: TrainModule) -> None:

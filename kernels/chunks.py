@@ -11,6 +11,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
+from torch import Tensor
+
 from rlcore.errors import InvalidInputError
 
 DEFAULT_BUDGET_BYTES = 2**30
@@ -55,6 +58,11 @@ def row_chunks(num_rows: int, rows: int) -> Iterator[slice]:
     """Yield runs of ``rows``; one empty run if there are no rows, so that outputs keep their form."""
     for start in range(0, max(num_rows, 1), rows):
         yield slice(start, min(start + rows, num_rows))
+
+
+def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """Return the values of all chunks; of a single one as they are, for each small launch keeps the host busy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def batched_row_chunks(shape: Sequence[int], rows: int) -> Iterator[tuple[int | slice, ...]]:

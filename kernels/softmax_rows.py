@@ -108,6 +108,16 @@ class ScaledRows:
         vars(part).update(ignored=self.ignored[index], target=self.target[index])
         return part
 
+    def with_factors(self) -> ScaledRows:
+        """Return the same rows with one inverse temperature each, float32."""
+        factor = self.inverse_temperature
+        if isinstance(factor, Tensor):
+            return self
+        factors = torch.full_like(self.labels, factor, dtype=torch.float32)
+        same = ScaledRows(self.labels, self.ignore_index, factors, self.is_elsewhere)
+        vars(same).update(ignored=self.ignored, target=self.target)
+        return same
+
     def reshaped(self, shape: Sequence[int]) -> ScaledRows:
         factor = self.inverse_temperature
         factor = factor.reshape(shape) if isinstance(factor, Tensor) else factor

@@ -15,6 +15,7 @@ from rlcore.registry import specs_of
 
 _TILED_ARCH = 90
 _NOT_INSTALLED = "the package 'triton' is not installed; run: pip install triton"
+_FLOAT8_ARCH = 89
 _SPLIT = "it needs the whole vocabulary on one rank; gather it and leave out group="
 _TILED_LACKS = {
     "softcap": "it has no softcap",
@@ -70,6 +71,17 @@ def tiled_refusal(query: Query) -> str | None:
         return "Triton's interpreter gets products of bfloat16 wrong"
     arch = _target().arch if query.planned is None else query.planned.arch
     return None if arch == _TILED_ARCH else f"its tiles were laid out for architecture {_TILED_ARCH}, not {arch}"
+
+
+def float8_refusal(query: Query) -> str | None:
+    """Judge a copy that quantises to float8 by the device's own conversion."""
+    if reason := copies_refusal(query):
+        return reason
+    if _interprets():
+        return None
+    arch = _target().arch
+    has_float8 = isinstance(arch, int) and arch >= _FLOAT8_ARCH
+    return None if has_float8 else f"architecture {arch} converts no float8"
 
 
 def _needs_threads(query: Query) -> str | None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rlcore.planning.plan import plan as plan
     from rlcore.registry import get_device as get_device
     from rlcore.registry import list_devices as list_devices
+    from rlcore.sequence_input import SequenceInput as SequenceInput
+    from rlcore.spans import span as span
     from rlcore.types import DeviceSpec as DeviceSpec
 
 _HOME = {
@@ -41,6 +43,7 @@ _HOME = {
     "Offloader": "rlcore.engines.offload.standalone",
     "RequestOutput": "rlcore.engines.sampling.completion",
     "RlcoreError": "rlcore.errors",
+    "SequenceInput": "rlcore.sequence_input",
     "TrainEngine": "rlcore.engines.train",
     "WeightReceiver": "rlcore.engines.weight_sync.api",
     "WeightSender": "rlcore.engines.weight_sync.api",
@@ -54,10 +57,11 @@ _HOME = {
     "meta_device": "rlcore.meta",
     "offloaded": "rlcore.engines.offload.standalone",
     "plan": "rlcore.planning.plan",
+    "span": "rlcore.spans",
     "swap": "rlcore.engines.swapping.swap",
 }
 
-_NEEDS_NO_TORCH = ("rlcore.errors", "rlcore.hookspecs", "rlcore.registry", "rlcore.types")
+_NEEDS_NO_TORCH = ("rlcore.errors", "rlcore.hookspecs", "rlcore.registry", "rlcore.spans", "rlcore.types")
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 

@@ -99,6 +99,20 @@ def strided_split(placement: Any) -> int | None:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else None
 
 
+def root_of(mesh: Any) -> Any:
+    """Return the mesh of which ``mesh`` has some of the dimensions, or itself.
+
+    A mesh alone does not say which other ranks have the same place in it. Since torch 2.10, where the table of all
+    meshes may have the method.
+    """
+    from torch.distributed import device_mesh  # takes a while
+
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    table: Any = device_mesh._mesh_resources
+    return table.get_root_mesh(mesh)
+
+
 def schema_of(operation: Any) -> Any:
     """Return the schema of an operation: its arguments, and which of them it changes.
 
@@ -139,3 +153,12 @@ def check_can_run_triton(device: torch.device) -> None:
 
     interface: Any = get_interface_for_device(device.type)
     interface.raise_if_triton_unavailable(device)
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """Return a b times the scales of rows and columns, in bfloat16; ``b`` is stored by columns.
+
+    ``torch.nn.functional.scaled_mm``, which is public, is unknown to the partitioner of torch's compiler: what it
+    returns would be computed again in the backward. Since torch 2.10.
+    """
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)

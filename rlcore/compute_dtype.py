@@ -209,6 +209,19 @@ def stop_computing(module: nn.Module) -> None:
         found.stop()
 
 
+@contextmanager
+def as_stored(module: nn.Module) -> Iterator[None]:
+    """Inside this context reading a parameter returns the stored tensor, also while the module computes."""
+    found = vars(module).get(_ATTRIBUTE)
+    before = found is not None and found.is_computing
+    stop_computing(module)
+    try:
+        yield
+    finally:
+        if found is not None:
+            found.is_computing = before
+
+
 def compute_dtype_of(module: nn.Module) -> torch.dtype:
     """Return the dtype in which a parameter is read; while the module computes it differs from ``parameters()``."""
     found = vars(module).get(_ATTRIBUTE)

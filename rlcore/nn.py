@@ -29,21 +29,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlcore.errors import CheckpointError, MissingDependencyError, RlcoreError, UnsupportedError, one_line
+from rlcore.compute_dtype import as_stored
+from rlcore.errors import (
+    CheckpointError,
+    InvalidInputError,
+    MissingDependencyError,
+    RlcoreError,
+    UnsupportedError,
+    one_line,
+)
+from rlcore.image_inputs import ImageInputs, prepared
 from rlcore.logit_form import LogitForm, measure_logit_form
 from rlcore.meta import meta_device, parameters_land_on_meta, without_foreign_meta
+from rlcore.sequence_input import SequenceInput
 from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.catalog import weights_of
 from rlcore.weights.stored import Conversion
 from rlcore.weights.view import Adapters, WeightView, named_tensors
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from rlcore.packed.sequence_parallel import SequenceGroup
+    from rlcore.parallel_plans import Meshes, Sizes
 
 _log = logging.getLogger(__name__)
 
 Batch = Mapping[str, Tensor]
-"""Packed: ``input_ids`` [T] int64 on the device, and ``cu_seqlens`` [N+1] int32 on the host, where sequences begin."""
+"""Packed: ``input_ids`` [T] int64 on the device, and ``cu_seqlens`` [N+1] int32 on the host, where sequences begin.
+
+With inputs beside the tokens, also the rows of each, [R, ...] on the device, joined in the order of the sequences.
+"""
 
 _BESIDE_WEIGHTS = (
     "*token*",
@@ -52,6 +68,7 @@ _BESIDE_WEIGHTS = (
     "special_tokens_map.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
 )
 """Files of a model folder that training does not change."""
 
@@ -65,6 +82,8 @@ class OutputHead(NamedTuple):
     """[V]."""
     softcap: float | None = None
     logit_scale: float = 1.0
+    group: ProcessGroup | None = None
+    """The ranks that have the rows of the weight among them (tensor parallelism): ``weight`` is then this rank's."""
 
 
 class TrainModule(nn.Module):
@@ -84,6 +103,25 @@ class TrainModule(nn.Module):
         """Return the last hidden state [T, H] of every token of a packed batch; sequences must not see each other."""
         raise NotImplementedError(f"{type(self).__name__} must define hidden_states(batch) to use train_batch")
 
+    def prepare_inputs(self, packed: Batch, inputs: Mapping[str, SequenceInput]) -> Mapping[str, SequenceInput]:
+        """Check the inputs of a batch beside its tokens; return all that ``hidden_states`` needs of that kind.
+
+        It is called in the user's process, on the module without weights, before anything is changed. What it returns
+        is cut as the sequences are, and each micro-batch has the rows of its own.
+
+        Args:
+            packed: the batch, on the host.
+
+        Raises:
+            InvalidInputError: names the sequence, and what is wrong.
+        """
+        if inputs:
+            raise InvalidInputError(
+                f"the batch has {', '.join(sorted(inputs))} beside its tokens, and {type(self).__name__} takes none of "
+                "that: train a model that reads images, or leave them out"
+            )
+        return {}
+
     def check_sequence_parallel(self, num_ranks: int) -> None:
         """Raise UnsupportedError, with the reason, if so many ranks cannot share the rows of ``hidden_states``."""
         raise UnsupportedError(
@@ -99,6 +137,22 @@ class TrainModule(nn.Module):
         alone, those of ``rlcore.packed.sequence_parallel.own_tokens``.
         """
         self.check_sequence_parallel(group.size)
+
+    def check_split(self, sizes: Sizes) -> None:
+        """Raise UnsupportedError, with the reason, if so many ranks cannot share each weight."""
+        raise UnsupportedError(
+            f"tensor_parallel_size={sizes.tensor} and expert_parallel_size={sizes.experts} of {type(self).__name__}",
+            "it does not define check_split() and split(); rlcore.nn.HuggingFaceTrainModule does, for transformers "
+            "models",
+        )
+
+    def split(self, meshes: Meshes) -> list[nn.Module]:
+        """Cut the parameters, which are on meta, among the ranks of tensor and expert parallelism.
+
+        Returns:
+            The modules that are on ``meshes.experts``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define split() if check_split() agrees")
 
     def output_head(self) -> OutputHead:
         """Return the projection from hidden states to logits."""
@@ -159,6 +213,7 @@ class HuggingFaceTrainModule(TrainModule):
     _source: Path
     _conversion: Conversion | None = None
     _logit_form: LogitForm | None = None
+    _meshes: Any = None  # Meshes | None: transformers reads the annotations of a class, by what is imported here
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **kwargs: Any) -> Any:
@@ -180,9 +235,15 @@ class HuggingFaceTrainModule(TrainModule):
     def hidden_states(self, batch: Batch) -> Tensor:
         # An optional package, which is installed if this class is used.
         from rlcore.packed.attention import packed_hidden_states
+        from rlcore.packed.images import PackedImages
 
         decoder = self.get_decoder()  # type: ignore[operator]
-        return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"])
+        images = PackedImages.of(ImageInputs.of(self), batch)
+        return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"], images=images)
+
+    def prepare_inputs(self, packed: Batch, inputs: Mapping[str, SequenceInput]) -> Mapping[str, SequenceInput]:
+        images = ImageInputs.of(self)
+        return super().prepare_inputs(packed, inputs) if images is None else prepared(images, packed, inputs)
 
     def check_sequence_parallel(self, num_ranks: int) -> None:
         from rlcore.packed.attention import why_not_shared
@@ -195,16 +256,36 @@ class HuggingFaceTrainModule(TrainModule):
 
         share_sequences(self.get_decoder(), group)  # type: ignore[operator]
 
+    def check_split(self, sizes: Sizes) -> None:
+        from rlcore.parallel_plans import why_not_split
+
+        if reason := why_not_split(self, sizes):
+            given = {"tensor_parallel_size": sizes.tensor, "expert_parallel_size": sizes.experts}
+            asked = " and ".join(f"{name}={size}" for name, size in given.items() if size > 1)
+            raise UnsupportedError(f"{asked} of {type(self).__name__}", reason)
+
+    def split(self, meshes: Meshes) -> list[nn.Module]:
+        from rlcore.parallel_plans import split
+
+        if self.get_output_embeddings() is not None:  # type: ignore[operator]
+            self._measured_form()  # of the whole model
+        self._meshes = meshes
+        return split(self, meshes)
+
     def output_head(self) -> OutputHead:
         head = self.get_output_embeddings()  # type: ignore[operator]
         if head is not None and adapted_layers(head):
             raise UnsupportedError("an adapter on the output head", "the loss reads its weight, and would miss it")
-        form = self._measured_form()
-        return OutputHead(head.weight, getattr(head, "bias", None), form.softcap, form.logit_scale)
+        form, bias = self._measured_form(), getattr(head, "bias", None)
+        if self._meshes is None or getattr(head.weight, "device_mesh", None) != self._meshes.tensor:
+            return OutputHead(head.weight, bias, form.softcap, form.logit_scale)
+        own_bias = None if bias is None else bias.to_local()
+        group = self._meshes.tensor.get_group()
+        return OutputHead(head.weight.to_local(), own_bias, form.softcap, form.logit_scale, group)
 
     def _measured_form(self) -> LogitForm:
         if self._logit_form is None:
-            with without_foreign_meta():
+            with without_foreign_meta(), as_stored(self):  # its code is run on float64
                 self._logit_form = measure_logit_form(self, self._transformers_class().forward)
         return self._logit_form
 
@@ -258,9 +339,11 @@ class HuggingFaceTrainModule(TrainModule):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # transformers reads the file of the class: in the user's it would find no experts, and run them one by one
-        found: bool = cls._transformers_class()._can_set_experts_implementation()
-        return found
+        """Answer for transformers' class: transformers looks at the source of a class's module, here the user's, and
+        would compute one expert after the other.
+        """
+        own = getattr(cls._transformers_class(), "_can_set_experts_implementation", None)
+        return own is not None and bool(own())
 
     @classmethod
     def _take_over_conversions(cls) -> None:

@@ -46,6 +46,10 @@ class Settings:
     runtime: Path = Path()
     """For sockets and records of processes; default $XDG_RUNTIME_DIR/rlcore or <temporary folder>/rlcore-<user id>."""
 
+    trace: Path | None = None
+    """Folder into which every process writes what it does and when; ``rlcore trace`` sets it."""
+    trace_kernels: bool = False
+    """The third call of each method of a worker is recorded by torch's profiler, too."""
     vllm_plain_weights: bool = False
     """Makes a vLLM of your own on a host keep weights as they were loaded, so that ``rlcore_ipc`` can write them."""
 
@@ -56,6 +60,7 @@ class Settings:
         temporary = Path(tempfile.gettempdir(), f"rlcore-{os.getuid()}")
         runtime_home = env.get("XDG_RUNTIME_DIR")
         disabled = env.get("RLCORE_DISABLE_PLUGINS", "")
+        trace, trace_kernels = traced(env)
         return cls(
             device=named_device(env),
             debug=_one_of(env, "RLCORE_DEBUG", "", _DEBUG_MODES),
@@ -66,6 +71,8 @@ class Settings:
             simulated=_flag(env, "RLCORE_SIMULATED"),
             cache=Path(env.get("RLCORE_CACHE") or _default_cache(env)),
             runtime=Path(env.get("RLCORE_RUNTIME") or (Path(runtime_home, "rlcore") if runtime_home else temporary)),
+            trace=trace,
+            trace_kernels=trace_kernels,
             vllm_plain_weights=_flag(env, "RLCORE_VLLM_PLAIN_WEIGHTS"),
         )
 
@@ -117,6 +124,12 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 def named_device(env: Mapping[str, str] = os.environ) -> str | None:
     """Return ``Settings.device`` alone, without the cost of reading and checking all variables."""
     return env.get("RLCORE_DEVICE") or None
+
+
+def traced(env: Mapping[str, str] = os.environ) -> tuple[Path | None, bool]:
+    """Return ``Settings.trace`` and ``Settings.trace_kernels`` alone: a process asks before anything else is known."""
+    folder = env.get("RLCORE_TRACE")
+    return Path(folder) if folder else None, _flag(env, "RLCORE_TRACE_KERNELS")
 
 
 def is_debugging() -> bool:

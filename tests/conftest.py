@@ -120,6 +120,8 @@ def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM, on a GPU or its build for the CPU; docs/vllm.md says how to run these")
+    if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
+        pytest.skip("needs SGLang; docs/sglang.md says how to run these")
     if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray; run: pip install 'rlcore[ray]'")
     if item.get_closest_marker("hosts"):

@@ -55,7 +55,7 @@ ELSEWHERE = {
         )
     ),
     "tests/rollout/test_reward_pool.py": ("rlcore.rollout.reward_process",),
-    "tests/integrations/test_trl.py": ("rlcore.integrations.trl",),
+    "tests/integrations/test_trl.py": ("rlcore.integrations.trl", "rlcore.integrations.trl_server"),
     "tests/integrations/test_verl.py": (
         "rlcore.integrations.verl",
         *(f"rlcore.integrations.verl.{name}" for name in ("engine", "kernel", "platform", "plugin", "rollout")),

@@ -20,6 +20,7 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 HEAVY = {
     "ascend": "torch-npu",
     "flash-attn": "flash-attn, whose build needs torch and CUDA's compiler,",
+    "sglang": "SGLang, with a torch for CUDA and its kernels,",
     "verl": "verl and Ray",
     "vllm": "vLLM, with a torch for CUDA,",
 }

@@ -23,6 +23,7 @@ HEAVY = {
     "ray",
     "rich",
     "safetensors",
+    "sglang",
     "torch",
     "transformers",
     "triton",
@@ -113,6 +114,7 @@ def test_public_names() -> None:
         "Offloader",
         "RequestOutput",
         "RlcoreError",
+        "SequenceInput",
         "TrainEngine",
         "WeightReceiver",
         "WeightSender",
@@ -125,6 +127,7 @@ def test_public_names() -> None:
         "list_devices",
         "meta_device",
         "offloaded",
+        "span",
         "swap",
     ]  # fmt: skip
 

@@ -37,6 +37,7 @@ LINKED = (*FOLDERS, "examples")
 """Folders of the root that rlcore/ has links to. The examples are programs and no part of the layers."""
 BASE = {
     "_torch_private",
+    "activations",
     "arguments",
     "atomic",
     "compute_dtype",
@@ -46,20 +47,26 @@ BASE = {
     "errors",
     "evaluation_mode",
     "file_lock",
+    "float8_linear",
     "held_memory",
+    "image_inputs",
     "logit_form",
     "types",
     "hookspecs",
     "launch",
     "meta",
     "packed",
+    "parallel_plans",
     "planned",
     "plugins",
     "probing",
     "process",
     "registry",
     "rms_norm",
+    "routing",
+    "sequence_input",
     "settings",
+    "spans",
     "tensor_data",
     "tensor_tree",
     "torch_import",
@@ -77,27 +84,29 @@ BELOW = {
 }
 """What each part may import besides itself. ``devices`` is reached through the registry."""
 
-EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling")
+EXECUTORS = ("fsdp2", "deepspeed", "sampling.hf", "sampling.vllm", "sampling.sglang", "sampling")
 """The rooms of executors, of which none imports from another: what two of them need is below them."""
 
 ROOMS = {
     "engines": (
         ("_torch_private", "residency", "need_parallel", "rank_batch", "batch", *(f"sampling.{name}" for name in (
-            "completion", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
+            "completion", "draws", "params", "model_folder", "prompts", "progress", "request_queue", "seeds"))),
         ("launchers", "offload"),
         ("checkpoints", "weight_sync"),
         ("executors",),
+        ("sampling.replica",),
         EXECUTORS,
         ("memory_plan",),
-        ("engine", "runtime", "placement", "checkpointing", "swapping", "train", "inference", "plugin"),
+        ("engine", "runtime", "placement", "checkpointing", "swapping", "mismatch_cause", "train", "inference",
+            "plugin"),
     ),
     "kernels": (
         ("_torch_private", "dispatch", "operands", "row_stats", "softmax_rows", "chunks", "cu_seqlens", "packing",
-            "triton_programs", "vocab_shard"),
+            "tile_choices", "triton_programs", "vocab_shard"),
         ("autograd", "losses", "returns", "strided_copy", "triton_target"),
         ("token",),
         ("linear",),
-        ("plugin",),
+        ("plugin", "tuning"),
     ),
     "bench": (
         ("record", "steps"),
@@ -108,9 +117,9 @@ ROOMS = {
     ),
     "rlcore": (
         ("cli.console", "cli.inventory"),
-        ("conformance", "doctor", "integrations", "rollout"),
+        ("conformance", "doctor", "integrations", "rollout", "trace"),
         ("configuration_file", "chaos", "quickstart"),
-        ("compat", "training"),
+        ("compat", "parity", "training"),
         ("planning",),
         ("cli", "__main__"),
     ),

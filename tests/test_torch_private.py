@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -159,6 +159,17 @@ def fsdp_over_tensor_parallelism_has_a_placement_of_its_own() -> None:
     assert _StridedShard(1, split_factor=2).dim == 1
 
 
+@contract("root_of")
+def a_mesh_of_some_dimensions_knows_the_whole() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tensor"))
+        assert base.root_of(mesh["shard"]) is mesh and base.root_of(mesh) is mesh
+    finally:
+        dist.destroy_process_group()
+
+
 @contract("number_of_writes")
 def writes_are_counted() -> None:
     tensor = torch.zeros(2)
@@ -194,6 +205,15 @@ def a_device_without_triton_raises() -> None:
         except (ImportError, NotImplementedError, RuntimeError):
             continue
         assert device == "cpu", "the meta device runs triton"
+
+
+@contract("scaled_product")
+def rows_and_columns_have_scales() -> None:
+    a, b = torch.full((16, 32), 2.0), torch.full((48, 32), 3.0)
+    rows, columns = torch.arange(16.0)[:, None], torch.arange(48.0)[None]
+    found = base.scaled_product(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).T, rows, columns)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, (192 * rows * columns).bfloat16())
 
 
 # -------------------------------------------------------------------------------------------------- collectives

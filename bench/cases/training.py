@@ -48,6 +48,8 @@ _WARM_UP, _STEPS = 3, 6
 _TIMEOUT_S = 600.0
 _TOLERANCE = 2e-2
 """Between two losses of bfloat16 models, in nats a token: advantages are of the order of 1."""
+_FLOAT8_TOLERANCE = 1e-1
+"""Where one of them multiplies in float8, whose mantissa has three bits and not seven."""
 
 
 class _Steps(NamedTuple):
@@ -91,6 +93,8 @@ class _Setup(NamedTuple):
     compute_dtype: torch.dtype
     recomputes: bool
     compiles: bool
+    float8: bool = False
+    """The engine's blocks multiply in float8."""
 
 
 def _engine_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Steps:
@@ -100,7 +104,7 @@ def _engine_steps(job: _Setup, batches: Sequence[Mapping[str, Tensor]]) -> _Step
     engine.build(
         devices=job.device_names,
         data_parallel_size=len(job.device_names),
-        compute_dtype=str(job.compute_dtype).removeprefix("torch."),
+        compute_dtype="float8" if job.float8 else str(job.compute_dtype).removeprefix("torch."),
         activation_checkpointing=job.recomputes,
         compile=job.compiles,
         timeout_s=_TIMEOUT_S,
@@ -273,7 +277,8 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
 
         def check(done: _Steps) -> None:
             expected = first_losses.setdefault((lengths, num), done.loss)
-            expect(abs(done.loss - expected) <= _TOLERANCE, f"the loss is {done.loss}, and elsewhere {expected}")
+            tolerance = _FLOAT8_TOLERANCE if job.float8 else _TOLERANCE
+            expect(abs(done.loss - expected) <= tolerance, f"the loss is {done.loss}, and elsewhere {expected}")
 
         return Contender(
             name,
@@ -291,6 +296,8 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
     contenders = [contender(*plain, "equal"), contender(*engine, "equal")]
     if dense is not QWEN_7B:  # questions of attention and of the host, and one model answers them
         contenders += [contender(*one, "uneven") for one in ([engine] if is_host else [plain, engine])]
+    else:
+        contenders.append(contender("engine, float8", _engine_steps, "equal", job._replace(float8=True)))
     if num_devices > 1 and dense is not QWEN_7B:
         alone = job._replace(device_names=job.device_names[:1])
         contenders.append(contender("engine on one device", _engine_steps, "equal", alone))

@@ -158,6 +158,14 @@ class InferenceExecutor(_SyncEndpoint):
         """Go on after ``pause``; without a pause do nothing."""
         self._requests.resume()
 
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return what each part of the model computes of one sequence, by the names of ``rlcore.activations``.
+
+        Raises:
+            UnsupportedError: this executor cannot look inside its model.
+        """
+        raise UnsupportedError(f"activations() of {type(self).__name__}", "it does not define the method")
+
     @abstractmethod
     def read_weights(self, path: str | Path) -> None:
         """Read or check the weights of a folder of the same model, for ``take_weights``; change nothing yet.

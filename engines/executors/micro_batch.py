@@ -23,8 +23,9 @@ from torch.nn.functional import pad
 from rlcore.engines.rank_batch import RankBatch, repeat, tokens_of
 from rlcore.kernels.packing import balance
 from rlcore.packed.sequence_parallel import own_tokens
+from rlcore.routing.routers import ROUTES
 
-NOT_PER_TOKEN = ("input_ids", "cu_seqlens")
+NOT_PER_ROW = ("input_ids", "cu_seqlens", ROUTES)
 _ALIGNMENT = 64
 """Bytes. Kernels read from addresses that are multiples of 16, which tensors of their own have."""
 
@@ -37,7 +38,8 @@ class MicroBatch:
     """
 
     tokens: dict[str, Tensor]
-    """The argument of ``module.hidden_states``: ``input_ids`` [T], and ``cu_seqlens`` [N+1] on the host."""
+    """The argument of ``module.hidden_states``: ``input_ids`` [T], ``cu_seqlens`` [N+1] on the host, and the rows of
+    what the sequences have beside their tokens."""
     num_hidden: int
     """The tokens of which this rank computes hidden states: all T, or its part of them."""
     own: slice
@@ -50,6 +52,8 @@ class MicroBatch:
     """Host tensor: the position in the rank's batch of the token that each row scores."""
     per_token: dict[str, Tensor]
     """Every other entry of the batch, [R]."""
+    routes: Tensor | None
+    """The experts of the tokens of which this rank computes hidden states, [num_hidden, layers, experts a token]."""
     cu_rows: Tensor
     """Host tensor [N+1] int32: where each sequence's rows start among all R."""
 
@@ -64,11 +68,25 @@ def micro_batches(batch: RankBatch, scored_T: Tensor, max_tokens: int, device: t
     cu_seqlens = packed["cu_seqlens"].long()
     scored_T = scored_T.clone()
     scored_T[cu_seqlens[:-1]] = False  # nothing precedes the first token of a sequence
-    selections = _evenly(cu_seqlens.diff().tolist(), batch.num_micro_batches, max_tokens)
+    lengths = cu_seqlens.diff().tolist()
+    companion = [len(lengths) - 1] if batch.has_companion else []
+    if batch.has_companion:
+        scored_T[cu_seqlens[-2] :] = False
+        del lengths[-1]
+    selections = _evenly(lengths, batch.num_micro_batches, max_tokens)
     for sequences in selections:
-        yield _select(batch, scored_T, cu_seqlens, torch.tensor(sequences), device)
+        chosen = sequences if _has_inputs(batch, sequences) else sequences + companion
+        yield _select(batch, scored_T, cu_seqlens, torch.tensor(chosen), device)
     for _ in range(batch.num_micro_batches - len(selections)):
-        yield _empty(batch, device)
+        if batch.has_companion:
+            yield _select(batch, scored_T, cu_seqlens, torch.tensor(companion), device)
+        else:
+            yield _empty(batch, device)
+
+
+def _has_inputs(batch: RankBatch, sequences: list[int]) -> bool:
+    """Return True if some of these sequences have rows of each input."""
+    return all(bool(value.counts_N[sequences].any()) for value in batch.inputs.values())
 
 
 def _evenly(lengths: list[int], count: int, max_tokens: int) -> list[list[int]]:
@@ -93,11 +111,19 @@ def _empty(batch: RankBatch, device: torch.device) -> MicroBatch:
     It has two tokens for each rank: the compiler takes a size of one for a constant, and would compile again.
     """
     length = 2 * batch.num_parts
-    zeros = {name: value_T.new_zeros(length) for name, value_T in batch.packed.items() if name != "cu_seqlens"}
+    zeros = {
+        name: value_T.new_zeros(length, *value_T.shape[1:])
+        for name, value_T in batch.packed.items()
+        if name != "cu_seqlens"
+    }
     alone = zeros | {"cu_seqlens": torch.tensor([0, length])}
     unscored_T = torch.zeros(length, dtype=torch.bool)
     return _select(
-        replace(batch, packed=alone), unscored_T, alone["cu_seqlens"], torch.zeros(1, dtype=torch.int64), device
+        replace(batch, packed=alone, inputs={}),
+        unscored_T,
+        alone["cu_seqlens"],
+        torch.zeros(1, dtype=torch.int64),
+        device,
     )
 
 
@@ -114,28 +140,35 @@ def _select(
     sequence_T = repeat(torch.arange(len(sequences)), cu_local.diff())
     rows_N = torch.bincount(sequence_T.index_select(0, target_R), minlength=len(sequences))
     positions_R = token_T.index_select(0, target_R)
-    names = [name for name in packed if name not in NOT_PER_TOKEN]
+    names = [name for name in packed if name not in NOT_PER_ROW]
     per_token = [packed[name].index_select(0, positions_R) for name in names]
     ids_T, tokens = packed["input_ids"], own_tokens(len(token_T), batch.part, batch.num_parts)
     own = _rows_of(tokens, target_R - 1)
     positions_S = positions_R[own]
-    input_ids, rows_S, targets_S, *per_token = on_device(
+    inputs = [value[sequences].joined() for value in batch.inputs.values()]
+    own_routes = [packed[ROUTES].index_select(0, token_T[tokens.start : tokens.stop])] if ROUTES in packed else []
+    input_ids, rows_S, targets_S, *others = on_device(
         [
             ids_T.index_select(0, token_T),
             target_R[own] - 1 - tokens.start,
             ids_T.index_select(0, positions_S),
             *per_token,
+            *inputs,
+            *own_routes,
         ],
         device,
     )
+    routes = others.pop() if own_routes else None
+    rows = dict(zip(batch.inputs, others[len(names) :], strict=True))
     return MicroBatch(
-        tokens={"input_ids": input_ids, "cu_seqlens": cu_local.to(torch.int32)},
+        tokens={"input_ids": input_ids, "cu_seqlens": cu_local.to(torch.int32), **rows},
         num_hidden=len(tokens),
         own=own,
         rows_S=rows_S,
         targets_S=targets_S,
         positions_S=positions_S,
-        per_token=dict(zip(names, per_token, strict=True)),
+        per_token=dict(zip(names, others, strict=False)),
+        routes=routes,
         cu_rows=pad(rows_N.cumsum(0), (1, 0)).to(torch.int32),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.device import Device
+from rlcore.engines.executors.expert_load import ExpertLoad
 from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
+from rlcore.engines.executors.mismatch import Mismatch, has_sampler_logprobs
 from rlcore.engines.executors.shared_sequences import loss_of_shared_sequences
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
@@ -25,6 +28,8 @@ from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
+from rlcore.routing.replay import replaying
+from rlcore.routing.routers import ROUTES, routers_of
 
 _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
@@ -58,7 +63,7 @@ def train_step(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, op
             metrics = _accumulate(strategy, batch, loss_fn, options)
 
         def seen(norm: Tensor) -> None:
-            reading.append(_begin_reading(metrics.joined() | {"grad_norm": norm}, device))
+            reading.append(_begin_reading(metrics.joined(strategy.num_alike) | {"grad_norm": norm}, device))
 
         strategy.step(options.max_grad_norm, seen)
     finally:
@@ -92,14 +97,20 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 
 
 def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
-    metrics, phase = _Metrics(), strategy.device.profiler.range
+    metrics, phase = _Metrics.of(strategy, batch), strategy.device.profiler.range
+    watched = metrics.watching(loss_fn)
     for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
-        with phase("train_batch: forward and loss"):
-            loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, loss_fn, options))
-        with phase("train_batch: backward"):
-            strategy.backward(loss, is_last=number == batch.num_micro_batches)
-        metrics.add(loss.detach(), stats, weight)
+        with _replaying(strategy.module, micro_batch):  # the backward may compute blocks again
+            with phase("train_batch: forward and loss"):
+                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
+            with phase("train_batch: backward"):
+                strategy.backward(loss, is_last=number == batch.num_micro_batches)
+        metrics.add(loss.detach(), stats, weight, micro_batch.routes)
     return metrics
+
+
+def _replaying(module: TrainModule, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    return replaying(module, micro_batch.routes, micro_batch.tokens["cu_seqlens"])
 
 
 def _trained(strategy: ShardingStrategy, batch: RankBatch, options: LossOptions) -> Iterator[MicroBatch]:
@@ -146,13 +157,14 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    metrics = _Metrics()
+    metrics, phase = _Metrics.of(strategy, batch), strategy.device.profiler.range
+    watched = metrics.watching(loss_fn)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in _trained(strategy, batch, options):
-            with strategy.device.profiler.range("eval_batch: forward and loss"):
-                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, loss_fn, options))
-            metrics.add(loss, stats, weight)
-    return _begin_reading(metrics.joined(), strategy.device)()
+            with phase("eval_batch: forward and loss"), _replaying(strategy.module, micro_batch):
+                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
+            metrics.add(loss, stats, weight, micro_batch.routes)
+    return _begin_reading(metrics.joined(strategy.num_alike), strategy.device)()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +173,43 @@ class _Metrics:
 
     rows: list[dict[str, Tensor]] = field(default_factory=list)
     """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
+    mismatch: Mismatch | None = None
+    expert_load: ExpertLoad | None = None
 
-    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor) -> None:
+    @staticmethod
+    def of(strategy: ShardingStrategy, batch: RankBatch) -> _Metrics:
+        """Return those of a batch: with the sampler's mismatch and the load of experts if it has their entries."""
+        device = strategy.device.torch_device
+        mismatch = Mismatch(device) if has_sampler_logprobs(batch.packed) else None
+        load = ExpertLoad(routers_of(strategy.module), device) if ROUTES in batch.packed else None
+        return _Metrics(mismatch=mismatch, expert_load=load)
+
+    def watching(self, loss_fn: LossFn) -> LossFn:
+        return loss_fn if self.mismatch is None else self.mismatch.watching(loss_fn)
+
+    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor, routes: Tensor | None) -> None:
         self.rows.append({"loss": loss, "weight": weight, **stats})
+        if self.expert_load is not None and routes is not None:
+            self.expert_load.add(routes)
 
-    def joined(self) -> dict[str, Tensor]:
-        """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says."""
+    def joined(self, num_alike: int) -> dict[str, Tensor]:
+        """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says.
+
+        Args:
+            num_alike: neighbouring ranks that have the same rows, of which one counts.
+        """
         table = torch.stack([torch.stack([value.float() for value in row.values()]) for row in self.rows])
         if dist.is_initialized() and dist.get_world_size() > 1:
             of_ranks = [torch.empty_like(table) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, table)
-            table = torch.cat(of_ranks)
+            table = torch.cat(of_ranks[::num_alike])
         columns = dict(zip(self.rows[0], table.unbind(1), strict=True))
         loss, weight = columns.pop("loss").sum(), columns.pop("weight")
         fraction = weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
-        return {"loss": loss} | {name: _join(name, values, fraction) for name, values in columns.items()}
+        found = {"loss": loss} | {name: _join(name, values, fraction) for name, values in columns.items()}
+        for part in (self.mismatch, self.expert_load):
+            found |= {} if part is None else part.joined()
+        return found
 
 
 def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
@@ -196,9 +230,12 @@ def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, device):
             with strategy.device.profiler.range("forward_logprobs: forward"):
                 (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], device)
-                logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
+                with _replaying(strategy.module, micro_batch):
+                    logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
                 logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_rank() % strategy.num_alike:
+            logprob_T.zero_()
         dist.all_reduce(logprob_T)  # each token is scored by one rank, and 0 on the others
     return logprob_T.cpu()
 
@@ -215,9 +252,22 @@ def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOption
 
 def _restricted(hidden_SH: Tensor, targets_S: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
     for hidden, targets in zip(torch.split(hidden_SH, _ROWS), torch.split(targets_S, _ROWS), strict=True):
-        logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        logits = _whole_rows(torch.nn.functional.linear(hidden, head.weight, head.bias).float(), head)
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
         logits = logits * head.logit_scale
         keep = keep_mask(logits, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
         yield token_logprob(logits, targets, temperature=options.temperature, keep_mask=keep).logprob
+
+
+def _whole_rows(logits: Tensor, head: OutputHead) -> Tensor:
+    """Return the logits of all tokens, of which each rank of the head's group has some."""
+    if head.group is None:
+        return logits
+    sizes = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(head.group.size())]
+    dist.all_gather(sizes, torch.full_like(sizes[0], logits.shape[1]), group=head.group)
+    most = int(torch.stack(sizes).max())
+    even = torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
+    parts = [torch.empty_like(even) for _ in sizes]
+    dist.all_gather(parts, even, group=head.group)
+    return torch.cat([part[:, :size] for part, size in zip(parts, map(int, sizes), strict=True)], dim=1)

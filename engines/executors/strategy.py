@@ -27,12 +27,20 @@ class ShardingStrategy(ABC):
     Args:
         device: the rlcore device; its profiler names the phases.
         sequence_group: the ranks that share the rows of ``hidden_states``; None where each rank has rows of its own.
+        num_alike: neighbouring ranks that compute the same rows (tensor parallelism).
     """
 
-    def __init__(self, module: TrainModule, device: Device, sequence_group: SequenceGroup | None = None) -> None:
+    def __init__(
+        self,
+        module: TrainModule,
+        device: Device,
+        sequence_group: SequenceGroup | None = None,
+        num_alike: int = 1,
+    ) -> None:
         self.module = module
         self.device = device
         self.sequence_group = sequence_group
+        self.num_alike = num_alike
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:

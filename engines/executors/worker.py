@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
@@ -13,6 +14,7 @@ from rlcore.engines.offload.group import GroupSwap, OffloadGroup, swap_groups
 from rlcore.engines.offload.host_arena import arena_of, reserve_host_memory
 from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.residency import Move
+from rlcore.spans import boot_id
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
 _BOTH_WAYS = (Move.OFFLOAD, Move.ONLOAD)
@@ -137,6 +139,10 @@ class Worker:
     def restore_host_limit(self) -> None:
         """The limit of offloads is what it was before this worker."""
         arena_of(self.device).set_limit(self._earlier_host_limit)
+
+    def clock(self) -> tuple[str, int]:
+        """Return the name of this start of the host's kernel, and its CLOCK_MONOTONIC in nanoseconds."""
+        return boot_id(), time.monotonic_ns()
 
     def memory_report(self) -> MemoryReport:
         tags: dict[str, TagBytes] = {

@@ -52,7 +52,8 @@ class Fsdp2Executor(ShardedExecutor):
         if context.world_size > 1:
             _check_optimizers(module)
             reduce_each = sharding.reduce_each_micro_batch
-            self.strategy = Fsdp2Strategy(module, self.device, group, reduce_each=reduce_each)
+            alike = sharding.tensor_parallel_size
+            self.strategy = Fsdp2Strategy(module, self.device, group, num_alike=alike, reduce_each=reduce_each)
         self.sender = Sender(ModuleSourceTensors(module, context.world_size), self.device)
         self.sync_ends = [self.sender]
         self.offload_groups = self._make_offload_groups()

@@ -7,15 +7,13 @@ once, and run its hooks in Python around each: ``rlcore.compute_dtype`` casts th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
@@ -33,11 +31,15 @@ from rlcore.engines._torch_private import is_view
 from rlcore.engines.executors.materialize import retype
 from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
+from rlcore.engines.fsdp2.meshes import RankMeshes, rank_meshes, sequence_group
 from rlcore.errors import InvalidInputError
+from rlcore.float8_linear import use_float8
 from rlcore.nn import TrainModule
 from rlcore.packed.sequence_parallel import SequenceGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COMPUTE_DTYPES = DTYPES | {"float8": torch.bfloat16}
+"""Names of compute dtypes -> dtype of everything that is not rounded further for products: see ``float8_linear``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,17 @@ class Sharding:
     """Dtype of the parameters that are trained, and so of the optimizer's states; frozen ones have
     ``compute_dtype``."""
     compute_dtype: str | None = None
-    """Dtype of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32."""
+    """Dtype of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32. "float8" is
+    bfloat16 whose blocks multiply in float8."""
     replicas: int = 1
     """Copies of the weights, each sharded over world size / ``replicas`` ranks (HSDP)."""
     sequence_parallel_size: int = 1
-    """Neighbouring ranks that share the tokens of each micro-batch (Ulysses). Weights are sharded over them, too."""
+    """Ranks that share the tokens of each micro-batch (Ulysses). Weights are sharded over them, too."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that compute the same tokens, each with its part of every large matrix."""
+    expert_parallel_size: int = 1
+    """Neighbouring ranks that have the experts among them; tokens travel to theirs. A multiple of
+    ``tensor_parallel_size``."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Compute each block's activations again in the backward instead of keeping them. "selective" keeps the results of
     matrix products, of attention, and of operators that are not torch's own."""
@@ -70,19 +78,28 @@ class Sharding:
 
     def __post_init__(self) -> None:
         compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype
-        for name, value in (("dtype", self.dtype), ("compute_dtype", compute_dtype)):
-            if value not in list(DTYPES):  # a list: some values have no hash
-                raise InvalidInputError(f"{name} must be one of {', '.join(DTYPES)}, got {value!r}")
+        for name, value, known in (("dtype", self.dtype, DTYPES), ("compute_dtype", compute_dtype, COMPUTE_DTYPES)):
+            if value not in list(known):  # a list: some values have no hash
+                raise InvalidInputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         recompute = self.activation_checkpointing
         if not isinstance(recompute, bool) and recompute != "selective":
             raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
         for name in ("compile", "reduce_each_micro_batch", "device_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name, least in (("replicas", 1), ("sequence_parallel_size", 1), ("gather_bytes", 0)):
-            value = getattr(self, name)
+        for name in (
+            "replicas",
+            "gather_bytes",
+            *(f"{kind}_parallel_size" for kind in ("sequence", "tensor", "expert")),
+        ):
+            value, least = getattr(self, name), 0 if name == "gather_bytes" else 1
             if type(value) is not int or value < least:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if self.compile and (self.tensor_parallel_size > 1 or self.expert_parallel_size > 1):
+            raise InvalidInputError(
+                "compile=True does not go with tensor_parallel_size or expert_parallel_size yet: nobody has tried how "
+                "torch's compiler takes the exchanges of transformers' layers; leave it out"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -90,7 +107,7 @@ class Sharding:
 
     @property
     def torch_compute_dtype(self) -> torch.dtype:
-        return DTYPES[self.compute_dtype or self.dtype]
+        return COMPUTE_DTYPES[self.compute_dtype or self.dtype]
 
 
 def shard(
@@ -106,6 +123,8 @@ def shard(
     """
     retype(module, options.torch_dtype, options.torch_compute_dtype)
     blocks = _blocks(module)
+    if options.compute_dtype == "float8":
+        use_float8(blocks.values(), device)
     is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
     compiler = BlockCompiler()
     for block in blocks.values():
@@ -116,19 +135,20 @@ def shard(
         return None
     torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
     join_world()
-    # torch takes meshes of one shape and one set of names for equal, and caches results of operations with their mesh:
-    # the mesh of another engine in this process, whose groups may be gone, would come back.
-    world = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    names = f"replicate_{world}", f"shard_{world}"
-    mesh = init_device_mesh(device.type, (options.replicas, size // options.replicas), mesh_dim_names=names)
+    tensor, sequences = options.tensor_parallel_size, options.sequence_parallel_size
+    experts = options.expert_parallel_size
+    meshes = rank_meshes(device.type, size, replicas=options.replicas, tensor=tensor, experts=experts)
     group = None
-    if options.sequence_parallel_size > 1:
-        group = _share_sequences(module, options.sequence_parallel_size, device, size)
+    if sequences > 1:
+        group = sequence_group(device.type, size, sequences=sequences, tensor=tensor)
+        module.share_sequences(group)
     policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
+    if meshes.split is not None:
+        _shard_experts(module.split(meshes.split), meshes, policy)
     gathered = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
     gathered.append([module])
     for together in gathered:
-        fully_shard(together, mesh=mesh if options.replicas > 1 else mesh[names[1]], mp_policy=policy)
+        fully_shard(together, mesh=meshes.fsdp, mp_policy=policy)
         complete_hooks(together, options.torch_compute_dtype)
     # FSDP gathers the root's own parameters, head and embedding, for this method, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
@@ -136,14 +156,15 @@ def shard(
     return group
 
 
-def _share_sequences(module: TrainModule, num_ranks: int, device: torch.device, size: int) -> SequenceGroup:
-    """Let groups of ``num_ranks`` neighbours each share the rows of ``hidden_states``; return this rank's group."""
-    world = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    names = f"data_{world}", f"sequence_{world}"
-    mesh = init_device_mesh(device.type, (size // num_ranks, num_ranks), mesh_dim_names=names)
-    group = SequenceGroup(mesh.get_group(names[1]))
-    module.share_sequences(group)
-    return group
+def _shard_experts(modules: Iterable[nn.Module], meshes: RankMeshes, policy: MixedPrecisionPolicy) -> None:
+    """Shard modules whose experts are on several ranks. A rank's experts have tokens of all ranks of its group."""
+    for module in modules:
+        replace_method(module, "forward", _without_views)
+        fully_shard(module, mesh=meshes.experts_fsdp, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(float(meshes.num_batches))
+        if meshes.experts_fsdp.size() > 1:
+            module.set_force_sum_reduction_for_comms(True)  # not every backend divides by another number than of ranks
 
 
 def _compute_alone(module: TrainModule, options: Sharding) -> None:

@@ -24,9 +24,15 @@ class Fsdp2Strategy(ShardingStrategy):
     """
 
     def __init__(
-        self, module: TrainModule, device: Device, sequence_group: SequenceGroup | None, *, reduce_each: bool
+        self,
+        module: TrainModule,
+        device: Device,
+        sequence_group: SequenceGroup | None,
+        *,
+        num_alike: int,
+        reduce_each: bool,
     ) -> None:
-        super().__init__(module, device, sequence_group)
+        super().__init__(module, device, sequence_group, num_alike)
         assert isinstance(module, FSDPModule)
         self._root: FSDPModule = module
         self._reduce_each = reduce_each
@@ -48,7 +54,8 @@ class Fsdp2Strategy(ShardingStrategy):
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._root.set_requires_gradient_sync(self._reduce_each or is_last)
-        (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]  # FSDP divides gradients by it
+        num_ranks = dist.get_world_size() // self.num_alike  # FSDP divides gradients by it
+        (loss * num_ranks).backward()  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         reshard(self.module)

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol
 
+from rlcore import spans
 from rlcore.engines.launchers.pickled_calls import one_call
 from rlcore.engines.launchers.states import state_of_worker
 from rlcore.engines.launchers.worker import CurrentCall, WorkerHandle
@@ -87,6 +88,24 @@ class WorkerGroup:
             WorkerDiedError, WorkerTimeoutError: all workers of the executor are ended then.
             Exception: what the first worker raised; if others cannot end without it, all are ended.
         """
+        if spans.recorder is None:
+            return self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped)
+        from rlcore.engines.launchers.traced_calls import results_of
+
+        with spans.call_span(method, engine=self.engine, number=self.workers[0].context.number) as here:
+            results = self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped)
+            here.add(results_of(calls, results))
+        return results
+
+    def _call(
+        self,
+        method: str,
+        calls: Sequence[tuple[Sequence[object], dict[str, Any]]],
+        on_event: Callable[[Any], None] | None,
+        timeout_s: float | None,
+        *,
+        ends_stopped: bool,
+    ) -> list[Any]:
         self._check_usable(method)
         inbox: _Inbox = queue.SimpleQueue()
         caller = threading.get_ident()

@@ -7,9 +7,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlcore import spans
 from rlcore.device import Device
 from rlcore.engines.launchers.world import World
 from rlcore.meta import real_device
@@ -77,8 +79,16 @@ class WorkerContext:
     @contextlib.contextmanager
     def running(self, method: str) -> Iterator[None]:
         """Put the worker's world in place while one of its methods runs, which is a phase in traces."""
-        with real_device(), self.world.in_place(self), self.device.profiler.range(f"{method} of {self.engine}"):
+        phase = self.device.profiler.range(f"{method} of {self.engine}")
+        with real_device(), self.world.in_place(self), self._traced(method), phase:
             yield
+
+    def _traced(self, method: str) -> AbstractContextManager[object]:
+        if spans.recorder is None:
+            return spans.NO_SPAN
+        from rlcore.engines.launchers.traced_calls import worker_span
+
+        return worker_span(spans.recorder, self, method)
 
 
 @dataclass(frozen=True, slots=True)

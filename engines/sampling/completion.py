@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -34,6 +36,9 @@ class Completion:
     """"stop": the last token is a stop token; "length": ``max_tokens`` were sampled."""
     version_spans: tuple[VersionSpan, ...]
     """The versions of the weights that made the tokens, in order, covering all of ``token_ids``."""
+    routed_experts: Tensor | None = None
+    """The experts that each token was sent to, prompt and completion but for the last token, which never ran:
+    [tokens, layers, experts a token] int16. None unless the engine was built with ``enable_return_routed_experts``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,5 @@ class RequestOutput:
     """The prompt's text; None if it was given as token ids."""
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    """The inputs of the prompt beside its tokens, such as pixels of images; ``collate`` takes them into the batch."""

@@ -37,6 +37,10 @@ class ModelFolder:
         return size
 
     @property
+    def reads_images(self) -> bool:
+        return isinstance(self.config.get("vision_config"), dict)
+
+    @property
     def _text_config(self) -> Mapping[str, Any]:
         found = self.config.get("text_config", self.config)
         if not isinstance(found, dict):

@@ -13,7 +13,7 @@ from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt
+from rlcore.engines.sampling.prompts import MultimodalPrompt, Prompt, inputs_of
 from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.errors import RlcoreError, StateError
 
@@ -33,8 +33,9 @@ class RequestRouter:
         """Number of each request under way -> rank of its replica, and its cost."""
         self._collected: dict[int, RequestOutput] = {}
         """Outputs that the replicas gave while somebody waited for something else."""
-        self._texts: dict[int, str] = {}
-        """Texts of the requests that were sent as token ids."""
+        self._prompts: dict[int, Prompt] = {}
+        """Prompts of the requests under way that have more than the replicas send back: texts sent as token ids, and
+        images."""
         self._next_number = 0
         self._is_paused = False
 
@@ -55,7 +56,6 @@ class RequestRouter:
         """
         # A single replica reads all prompts before it begins, and needs no check beforehand.
         sent = self._tokenized(prompts, params) if len(self._group.workers) > 1 else prompts
-        texts = _replaced_texts(range(len(prompts)), prompts, sent)
         by_rank = self._by_rank([_cost(*one) for one in zip(sent, params, strict=True)])
         calls: _Calls = [
             (([sent[index] for index in own], [params[index] for index in own]), {"version": version})
@@ -65,7 +65,8 @@ class RequestRouter:
         each = self._group.call(InferenceExecutor.generate.__name__, calls, advance)
         for own, outputs in zip(by_rank, each, strict=True):
             found |= zip(own, outputs, strict=True)
-        return [_with_text(found[index], texts.get(index)) for index in range(len(prompts))]
+        kept = _kept(range(len(prompts)), prompts, sent)
+        return [_completed(found[index], kept.get(index)) for index in range(len(prompts))]
 
     def _tokenized(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Prompt]:
         """Let each replica check a part of the prompts before any begins, and give their token ids.
@@ -81,7 +82,8 @@ class RequestRouter:
         for rank, token_ids in enumerate(self._group.call(InferenceExecutor.check_prompts.__name__, calls)):
             if token_ids is not None:
                 found[rank::size] = token_ids
-        return found
+        # what a prompt has beside its tokens is sent with them
+        return [own if isinstance(own, MultimodalPrompt) else ids for own, ids in zip(prompts, found, strict=True)]
 
     def _by_rank(self, costs: Sequence[int]) -> list[list[int]]:
         """Return for each replica the indices of the requests that it gets."""
@@ -107,7 +109,7 @@ class RequestRouter:
         sent = self._tokenized(prompts, params)
         numbers = list(range(self._next_number, self._next_number + len(prompts)))
         self._next_number += len(prompts)
-        self._texts |= _replaced_texts(numbers, prompts, sent)
+        self._prompts |= _kept(numbers, prompts, sent)
         waiting = list(zip(numbers, sent, params, strict=True))
         with self.aborting_on_error(numbers):
             while waiting:
@@ -156,7 +158,7 @@ class RequestRouter:
             left_s = min(poll_s, max(0.0, deadline - time.monotonic()))
             each = self._call(InferenceExecutor.collect, left_s, version=version)
             found = {
-                number: _with_text(output, self._texts.pop(number, None))
+                number: _completed(output, self._prompts.pop(number, None))
                 for own in each
                 for number, output in own.items()
             }
@@ -176,7 +178,7 @@ class RequestRouter:
 
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            for known in (self.placed, self._collected, self._texts):
+            for known in (self.placed, self._collected, self._prompts):
                 known.pop(number, None)
 
     @contextlib.contextmanager
@@ -226,10 +228,18 @@ def _cost(prompt: Prompt, params: SamplingParams) -> int:
     return length + params.n * params.max_tokens
 
 
-def _replaced_texts(numbers: Iterable[int], prompts: Sequence[Prompt], sent: Sequence[Prompt]) -> dict[int, str]:
+def _kept(numbers: Iterable[int], prompts: Sequence[Prompt], sent: Sequence[Prompt]) -> dict[int, Prompt]:
+    """Return the prompts of which a replica does not send everything back."""
     each = zip(numbers, prompts, sent, strict=True)
-    return {number: text for number, text, prompt in each if isinstance(text, str) and prompt is not text}
+    return {
+        number: prompt
+        for number, prompt, as_sent in each
+        if isinstance(prompt, MultimodalPrompt) or (isinstance(prompt, str) and prompt is not as_sent)
+    }
 
 
-def _with_text(output: RequestOutput, text: str | None) -> RequestOutput:
-    return output if text is None else replace(output, prompt=text)
+def _completed(output: RequestOutput, prompt: Prompt | None) -> RequestOutput:
+    """Return an output with what its prompt had besides token ids."""
+    if isinstance(prompt, str):
+        return replace(output, prompt=prompt)
+    return output if prompt is None else replace(output, inputs=inputs_of(prompt))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import MultimodalPrompt
 
 
 def seeds_of_each(params: Sequence[SamplingParams]) -> list[int]:
@@ -23,6 +24,8 @@ def sample_keys(prompt: Sequence[int], *, seed: int, n: int) -> list[int]:
     The prompt is part of the key, so that one seed for many prompts gives each its own random numbers.
     """
     request = hashlib.blake2b(array("q", [seed, *prompt]).tobytes(), digest_size=8)
+    if isinstance(prompt, MultimodalPrompt):
+        request.update(prompt.digest)
     keys = []
     for index in range(n):
         sample = request.copy()

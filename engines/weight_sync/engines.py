@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
+from rlcore import spans
 from rlcore._torch_private import Store
 from rlcore.engines._torch_private import store_of
 from rlcore.engines.launchers.group import WorkerGroup
@@ -96,10 +97,11 @@ class WeightSync:
             known = _KnownSession(groups, _session(groups, options.timeout_s), ())
         self._forget_closed()
         self._known[key] = known
-        with ExitStack() as stack:
+        with spans.call_span("sync_weights", version=options.version) as here, ExitStack() as stack:
             for target in targets:
                 stack.enter_context(target._receiving(is_staged=options.is_staged))
             report = known.session.run(options, lambda: poisoned(targets, options.version))
+            here.add({"route": report.route, "bytes": report.moved_bytes, "needed_bytes": report.needed_bytes})
         self._known[key] = known._replace(weights=_weights(num_changes, targets))
         return report
 

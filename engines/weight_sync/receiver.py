@@ -144,6 +144,7 @@ class Receiver:
             self._destinations,
             read_bytes=planner.plan.needed_bytes,
             is_scratch=False,
+            quantized=planner.quantized,
         )
         self._plans, self._loads, self._loaded = {plan.digest: plan}, {}, set()
         return msgspec.msgpack.encode(
@@ -191,9 +192,18 @@ class Receiver:
             self._live = self._target.tensors()
         if not self._round.is_staged:
             return self._live
+        self._require_plain("staged=True")
         if not self._staged:
             self._staged = self._stage({name: self._live[name] for name in self._planning().destination_names})
         return self._staged
+
+    def _require_plain(self, what: str) -> None:
+        """Refuse what has no whole matrices at hand, of which the scales are computed."""
+        if self._planner is not None and self._planner.quantized:
+            raise UnsupportedError(
+                f"{what} into an engine with weights in float8",
+                "they are quantised where the trainer's memory can be read: take the route local or direct",
+            )
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         needed, free = sum(tensor.nbytes for tensor in tensors.values()), self._device.memory.info().free_bytes
@@ -231,6 +241,8 @@ class Receiver:
             sources = self._imported.sources()
             plan = self._writing(round_id, digest)
             plan.whole().run(sources, plan.destinations())
+            if self._planning().quantized:
+                plan.quantizing().run(sources, self._target.quantized())
             self._device.synchronize()
         plan.is_pulled = True
         return [plan.read_bytes, self.ready(round_id)] if is_last else [plan.read_bytes]
@@ -255,6 +267,7 @@ class Receiver:
 
     def open_staging_buffers(self, handles: list[bytes], timeout_s: float = 30.0) -> int:
         """Open the staging buffers of all senders, as ``open_offers`` does; returns how many handles were opened."""
+        self._require_plain("the route packed")
         return self._imported.open_staging_buffers(handles, self._are_reached(len(handles)), timeout_s)
 
     def unpack(self, packings: bytes) -> int:
@@ -296,6 +309,7 @@ class Receiver:
         Args:
             is_on_host: it is a group of hosts, whatever the devices are.
         """
+        self._require_plain("a sync by buckets")
         self.leave()
         meet = store_of(rendezvous, self._ask)
         device = host_device() if is_on_host else self._device

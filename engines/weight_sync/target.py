@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.device import Device
 from rlcore.errors import InvalidInputError, SyncError
+from rlcore.kernels.strided_copy.quantized import QuantizedMatrices
 from rlcore.weights.catalog import named_tensors, stored_tensors
 from rlcore.weights.names import mismatch
 
@@ -47,12 +48,28 @@ class Target(ABC):
         """
         return None
 
+    def identity(self) -> str | None:
+        """Return a text that differs wherever the engine's loader, or what it does after loading, might.
+
+        With it a plan that has passed its self-test is kept on disk for later programs (``planning/plan_cache``). None
+        keeps nothing.
+        """
+        return None
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the live parameters and buffers, by their names in the meta model.
 
         One that is missing, or of another shape, dtype or stride than there, is written by ``reload`` only.
         """
+
+    def quantized(self) -> Mapping[str, QuantizedMatrices]:
+        """Return the live matrices that the engine has quantised to float8 as it loaded them.
+
+        They have the names of the meta model, where they are in the dtype that the engine's loader copies. What is not
+        named here, and is of another dtype there, is written by ``reload`` only.
+        """
+        return {}
 
     @abstractmethod
     def reload(self, weights: Weights) -> None:

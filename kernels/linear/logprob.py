@@ -135,7 +135,9 @@ def _run(inputs: HeadInputs, target_T: Tensor, targets: Tensor, implementation: 
     inputs = problem.whole(inputs)
     run = choose("linear_logprob", problem.query(inputs), implementation).fn
     with unlowered(inputs.hidden.device.type):
-        return shaped_like(targets, run(*inputs, problem), problem.row_stats)
+        found = shaped_like(targets, run(*inputs, problem), problem.row_stats)
+    problem.check_tokens_late(len(inputs.weight))
+    return found
 
 
 def linear_logprob_reference(
@@ -252,6 +254,7 @@ class LinearLogprobCall(NamedTuple):
             memory_budget_bytes=self.memory_budget_bytes,
             row_stats=self.row_stats,
         )
+        problem.check_tokens_late(len(self.weight))
         return inputs, problem
 
 

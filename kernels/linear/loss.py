@@ -156,6 +156,7 @@ def linear_loss(
     run = choose("linear_loss", query, implementation).fn
     with unlowered(hidden.device.type):
         result: LossOutput = run(*inputs, problem, loss)
+    problem.check_tokens_late(len(inputs.weight))
     return result
 
 

@@ -28,7 +28,7 @@ from rlcore.kernels.autograd.forward_backward import (
     LogprobOutput,
     differentiable_once,
 )
-from rlcore.kernels.chunks import row_chunks, sequence_chunks
+from rlcore.kernels.chunks import joined, row_chunks, sequence_chunks
 from rlcore.kernels.linear.head import HeadGradients, Needs
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
 from rlcore.kernels.losses.evaluate import (
@@ -207,5 +207,5 @@ def _summed(work: ChunkWork, loss: LossProblem, chunks: _Chunks, *, with_gradien
             value_T, stats = token_values(loss.loss_fn, logprob_T, entropy_T, here, extra)
         values.append(value_T)
         statistics.add(stats)
-    total = weighted_sum(torch.cat(values), loss.tokens)
+    total = weighted_sum(joined(values), loss.tokens)
     return LossOutput(total.to(work.dtype), statistics.result(loss.tokens))

@@ -20,12 +20,16 @@ from rlcore.kernels.operands import (
     check_flag,
     check_float,
     check_ignore_index,
+    check_known_tokens,
     check_positive,
     check_same_device,
     check_shape,
     check_tensor,
+    check_token_dtype,
+    check_token_range,
     checked_targets,
     checked_temperature,
+    is_checked_on_device,
 )
 from rlcore.kernels.row_stats import checked_row_stats
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
@@ -82,6 +86,11 @@ class LinearHeadProblem:
     shard: VocabularyShard | None = None
     """Given where the weight is this rank's part of the vocabulary."""
     row_stats: tuple[str, ...] = ()
+
+    def check_tokens_late(self, vocab_size: int) -> None:
+        """Check the targets where that is done on the device: after the large kernels, which small ones would delay."""
+        if self.shard is None and is_checked_on_device(self.rows.labels):
+            check_known_tokens(self.rows.target, vocab_size)
 
     def whole(self, inputs: HeadInputs) -> HeadInputs:
         """Return the inputs with the rows of all ranks, where each rank has a part of them."""
@@ -210,7 +219,10 @@ def linear_head_problem(
     temperature = checked_temperature(temperature, targets, ignore_index, wide_dtype(inputs.weight.dtype))
     vocab_size = len(inputs.weight)
     if group is None:
-        rows = ScaledRows(checked_targets(targets, vocab_size, ignore_index), ignore_index, logit_scale / temperature)
+        check_token_dtype(targets)
+        if not is_checked_on_device(targets):
+            check_token_range(targets, vocab_size, ignore_index)
+        rows = ScaledRows(targets.long(), ignore_index, logit_scale / temperature)
         return LinearHeadProblem(rows, softcap, with_entropy, memory_budget_bytes, row_stats=names)
     is_split = _is_split(inputs.hidden, targets, group)
     sizes = vocab_size, len(inputs.hidden)

@@ -1,5 +1,7 @@
 """The exponentials of logits, two bytes each, and the statistics of their tiles, that a memory budget holds.
 
+Without a budget of the caller it is ``DEFAULT_BUDGET_BYTES``, and less where the device is short of memory.
+
 Letters: T rows, V vocabulary.
 """
 
@@ -8,8 +10,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
+
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES
 from rlcore.kernels.linear.triton_tiles import TILE_T, TILE_V
+from rlcore.registry import specs_of
 
 _ITEM_BYTES = 2
 """Bytes of an exponential, float16, and of a logit's gradient, bfloat16."""
@@ -27,6 +33,13 @@ _ROUND_ROWS = 1024
 of 896 it is 53.2 in chunks of 3328, 52.4 in those of 4096, and 57.4 in those of 4224."""
 
 
+_SHORT_SHARE = 4
+"""A budget that nobody gave takes at most one part in so many of the memory that is free."""
+_SHORT_BYTES = 300 << 20
+"""It is no less than this, nor than so many tiles of all rows: below, strips get narrow and products slow."""
+_FEWEST_TILES = 8
+
+
 class Strip(NamedTuple):
     """The first columns of the vocabulary, and the rows of each pass over it."""
 
@@ -34,6 +47,29 @@ class Strip(NamedTuple):
     """Columns whose exponentials are kept of all rows at once: all of the vocabulary, or whole tiles."""
     num_rows: int
     """Rows whose statistics of tiles are in memory at once."""
+
+
+def budget_of(given_bytes: int | None, num_rows: int, device: torch.device) -> int:
+    """Return the budget that the caller gave, or the one that the device has room for."""
+    if given_bytes is not None:
+        return given_bytes
+    tiles_bytes = _FEWEST_TILES * num_rows * (_ITEM_BYTES * TILE_V + _PEAK_BYTES)
+    least = max(_SHORT_BYTES, tiles_bytes)
+    if least >= DEFAULT_BUDGET_BYTES:
+        return DEFAULT_BUDGET_BYTES
+    free = free_bytes(device)
+    return DEFAULT_BUDGET_BYTES if free is None else min(max(free // _SHORT_SHARE, least), DEFAULT_BUDGET_BYTES)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that are free, those of torch's cache too; None for a host, and while a graph is captured."""
+    if any(spec.is_host for spec in specs_of(device.type)):
+        return None
+    module = torch.get_device_module(device)
+    if module.is_current_stream_capturing():
+        return None
+    free: int = module.mem_get_info(device)[0]
+    return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
 
 
 def rows_fitting(budget_bytes: int, vocab_size: int, beside: int = 0) -> int:

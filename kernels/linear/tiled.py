@@ -36,11 +36,18 @@ import torch
 from torch import Tensor
 
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
-from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES, row_chunks
+from rlcore.kernels.chunks import joined, row_chunks
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, Totals
 from rlcore.kernels.linear.loss_in_chunks import LossProblem, SummingWork, loss_in_chunks, loss_in_two_passes
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
-from rlcore.kernels.linear.tile_budget import Strip, rows_fitting, rows_of_chunks, rows_scored_at_once, strip_fitting
+from rlcore.kernels.linear.tile_budget import (
+    Strip,
+    budget_of,
+    rows_fitting,
+    rows_of_chunks,
+    rows_scored_at_once,
+    strip_fitting,
+)
 from rlcore.kernels.linear.triton_tile_gradients import (
     LogitGradientTerms,
     dlogits_from_exponentials,
@@ -57,23 +64,15 @@ _WIDE_BYTES = 4
 _MOST_ROWS_OF_A_SUM = 65536
 
 
-def _budget(problem: LinearHeadProblem) -> int:
-    return DEFAULT_BUDGET_BYTES if problem.memory_budget_bytes is None else problem.memory_budget_bytes
-
-
-def _tile_rows(rows: ScaledRows) -> ScaledRows:
-    if isinstance(rows.inverse_temperature, Tensor):
-        return rows
-    return replace(
-        rows, inverse_temperature=torch.full_like(rows.labels, rows.inverse_temperature, dtype=torch.float32)
-    )
+def _budget(problem: LinearHeadProblem, hidden_TH: Tensor) -> int:
+    return budget_of(problem.memory_budget_bytes, len(hidden_TH), hidden_TH.device)
 
 
 def _forward(
     hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, problem: LinearHeadProblem, *, for_backward: bool
 ) -> LogprobOutput:
     """Save three numbers a row and, for a backward that may overwrite them, the exponentials that fit."""
-    rows, sizes = _tile_rows(problem.rows), (len(hidden_TH), len(weight_VH), _budget(problem))
+    rows, sizes = problem.rows.with_factors(), (len(hidden_TH), len(weight_VH), _budget(problem, hidden_TH))
     masked_TH, weight_VH, bias_V = _aligned(rows.zero_ignored_rows(hidden_TH)), _aligned(weight_VH), _widened(bias_V)
     strip = strip_fitting(*sizes) if for_backward else Strip(0, rows_scored_at_once(*sizes))
     exponentials_TV = _strip_workspace(hidden_TH, strip.num_columns)
@@ -92,7 +91,7 @@ def _forward(
         return found.logprob, found.entropy, found.normaliser
 
     parts = zip(*(scored(run) for run in row_chunks(len(hidden_TH), strip.num_rows)), strict=True)
-    logprob_T, entropy_T, normaliser_T = (None if part[0] is None else torch.cat(part) for part in parts)
+    logprob_T, entropy_T, normaliser_T = (None if part[0] is None else joined(part) for part in parts)
     assert logprob_T is not None and normaliser_T is not None
     return LogprobOutput(logprob_T, entropy_T, (normaliser_T,), (peak_KT, exponentials_TV) if for_backward else ())
 
@@ -107,7 +106,7 @@ def _backward(
     output: LogprobOutput,
     grad_output: GradOutput,
 ) -> Gradients:
-    rows = _tile_rows(problem.rows)
+    rows = problem.rows.with_factors()
     masked_TH, weight_VH = _aligned(rows.zero_ignored_rows(hidden_TH)), _aligned(weight_VH)
     peak_JT, exponentials_TV = output.workspace or (None, None)
     statistics = TileStatistics(output.logprob, output.entropy, output.residuals[0], peak_JT)  # type: ignore[arg-type]
@@ -115,7 +114,7 @@ def _backward(
     gradients = _StripGradients(masked_TH, weight_VH, bias_V, Needs(*needs))
     workspace_TV, done = exponentials_TV, 0
     if workspace_TV is None:
-        strip = strip_fitting(len(masked_TH), len(weight_VH), _budget(problem))
+        strip = strip_fitting(len(masked_TH), len(weight_VH), _budget(problem, masked_TH))
         workspace_TV = _strip_workspace(masked_TH, strip.num_columns)
     else:
         done = workspace_TV.shape[1]
@@ -180,7 +179,7 @@ class _TiledWork(SummingWork):
 
     def __init__(self, inputs: HeadInputs, problem: LinearHeadProblem, rows_per_chunk: int) -> None:
         hidden_TH, weight_VH, bias_V = inputs
-        self._rows, self._with_entropy = _tile_rows(problem.rows), problem.with_entropy
+        self._rows, self._with_entropy = problem.rows.with_factors(), problem.with_entropy
         self._hidden_TH = hidden_TH.detach()
         self._weight_VH, self._bias_V = _aligned(weight_VH.detach()), _widened(bias_V)
         needs = Needs.of(*inputs)
@@ -242,11 +241,11 @@ def linear_loss_tiled(
 ) -> LossOutput:
     """Compute the loss in chunks whose exponentials fit in the memory budget and the bytes of the gradients."""
     inputs, num_rows = HeadInputs(hidden_TH, weight_VH, bias_V), max(len(hidden_TH), 1)
-    unused_bytes = _unused_accumulator_bytes(inputs)
-    if unused_bytes and num_rows <= rows_fitting(_budget(problem), len(weight_VH), beside=unused_bytes):
-        kept = replace(problem, memory_budget_bytes=_budget(problem) + unused_bytes)
+    unused_bytes, budget = _unused_accumulator_bytes(inputs), _budget(problem, hidden_TH)
+    if unused_bytes and num_rows <= rows_fitting(budget, len(weight_VH), beside=unused_bytes):
+        kept = replace(problem, memory_budget_bytes=budget + unused_bytes)
         return loss_in_two_passes(linear_logprob_tiled, inputs, kept, loss)
-    fitting = rows_fitting(_budget(problem), len(weight_VH), beside=_gradient_bytes(inputs))
+    fitting = rows_fitting(budget, len(weight_VH), beside=_gradient_bytes(inputs))
     if loss.exceeds(fitting):
         return loss_in_two_passes(linear_logprob_tiled, inputs, problem, loss)
     rows = rows_of_chunks(len(hidden_TH), fitting)

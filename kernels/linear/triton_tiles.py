@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rlcore.kernels import tile_choices
 from rlcore.kernels.softmax_rows import ScaledRows
 from rlcore.planned import planned_device
 
@@ -48,7 +49,7 @@ TILE_T, TILE_V, TILE_H = 128, 256, 64
 # alone; groups of 8 or 32, four stages, and stores by pointer or in halves were no faster.
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _BUSY = 0.95  # share of the cores
-PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "GROUP": 16, "num_warps": 8, "num_stages": 3}
+_PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def _statistics_kernel(
 @triton.jit
 def _merge_kernel(
     hidden, weight, bias, target, is_ignored, inverse_temperature_T, peak, total, moment, logprob, entropy, normaliser,
-    hidden_stride, weight_stride, T, J, H, BT: tl.constexpr, BJ: tl.constexpr, BH: tl.constexpr,
+    hidden_stride, weight_stride, T, J, H, V, BT: tl.constexpr, BJ: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     is_row = t < T
@@ -128,6 +129,7 @@ def _merge_kernel(
         a = a * tl.exp2(shift) + tl.sum(a_j * tl.exp2(shift_j), 0)
         m = higher
     y = tl.load(target + t, mask=is_row, other=0)
+    y = tl.minimum(tl.maximum(y, 0), V - 1)  # of a target that is no token, which is checked later
     z_y = tl.zeros([BT], tl.float32)
     for h0 in range(0, H, BH):
         h = h0 + tl.arange(0, BH)
@@ -204,14 +206,20 @@ def tile_statistics(
         _statistics_kernel[grid(T, end_v - first_v, hidden_TH.device)](
             *tiles, bias_V, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
             stored_tiles if end_v <= num_stored else None,
-            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device), **PRODUCT,
+            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device),
+            **product_tile(hidden_TH.device.type),
         )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.ignored, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
-        logprob_T, entropy_T, normaliser_T, hidden_TH.stride(0), weight_VH.stride(0), T, J, H,
+        logprob_T, entropy_T, normaliser_T, hidden_TH.stride(0), weight_VH.stride(0), T, J, H, V,
         **_MERGE,
     )  # fmt: skip
     return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)
+
+
+def product_tile(device_type: str) -> dict[str, int]:
+    """Return the compile options of products in tiles."""
+    return {**_PRODUCT, **tile_choices.tile("product of tiles", device_type)}
 
 
 def descriptor(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from rlcore.errors import InvalidInputError
+from rlcore.kernels.chunks import joined
 from rlcore.kernels.cu_seqlens import rising_edges
 from rlcore.kernels.losses.interface import LossFn, LossOutput, TermOutput, joined_statistics, sequence_level
 from rlcore.kernels.losses.sequences import sequence_mean, sequence_sum
@@ -209,7 +210,7 @@ class Statistics:
 
     def result(self, tokens: TokenInputs) -> dict[str, Tensor]:
         """Return scalars by name, of all ``tokens``. Of none: sum 0, mean NaN, minimum inf, maximum -inf."""
-        values = {name: torch.cat(parts).to(tokens.weight.dtype) for name, parts in self._values.items()}
+        values = {name: joined(parts).to(tokens.weight.dtype) for name, parts in self._values.items()}
         found: dict[str, Tensor] = {}
         for ending, reduced in _REDUCTIONS.items():
             names = [name for name in values if name.endswith(ending)]

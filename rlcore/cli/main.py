@@ -27,8 +27,11 @@ from rlcore.cli.bench import bench
 from rlcore.cli.chaos import chaos
 from rlcore.cli.checkpoint import checkpoint
 from rlcore.cli.console import PLAIN, AsJson, DeviceName, given_path, print_json, print_table
+from rlcore.cli.parity import parity
 from rlcore.cli.plan import plan
+from rlcore.cli.trace import trace
 from rlcore.cli.train import train
+from rlcore.cli.tune import tune
 from rlcore.errors import RlcoreError, printable
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
@@ -47,8 +50,11 @@ app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(ops, name="ops")
 app.command("chaos")(chaos)
+app.command("parity")(parity)
 app.command("plan")(plan)
+app.command("trace", context_settings={"allow_interspersed_args": False})(trace)
 app.command("train")(train)
+app.command("tune")(tune)
 
 
 def main() -> None:
@@ -119,7 +125,7 @@ def configure(
 def quickstart(
     model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")] = None,
     device: DeviceName = None,
-    executor: Annotated[str | None, typer.Option(help="What samples: hf, or vllm.", show_default="hf")] = None,
+    executor: Annotated[str | None, typer.Option(help="What samples: hf, vllm, or sglang.", show_default="hf")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**63 - 1, help="Of everything drawn.", show_default="0")
     ] = None,

@@ -65,6 +65,7 @@ def _checks_here() -> Iterator[CheckResult]:
     yield run_check("deepspeed", packages.deepspeed, versions)
     yield run_check("vllm", packages.vllm, versions)
     yield run_check("vllm-ascend", packages.vllm_ascend, versions)
+    yield run_check("sglang", packages.sglang, versions)
     yield run_check("driver", nvidia.driver, build)
     yield run_check("ptxas", cuda_toolkit.ptxas, build)
     yield run_check("nvcc", cuda_toolkit.nvcc, build)

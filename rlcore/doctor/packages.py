@@ -32,10 +32,10 @@ class TorchBuild:
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """The least and the newest minor version of a package that rlcore accepts."""
+    """The least and the newest version of a package that rlcore accepts: two numbers of it, or three."""
 
-    least: tuple[int, int]
-    newest: tuple[int, int]
+    least: tuple[int, ...]
+    newest: tuple[int, ...]
 
 
 TORCH = ((2, 10), (2, 11), (2, 13), (2, 15))
@@ -43,6 +43,9 @@ TORCH = ((2, 10), (2, 11), (2, 13), (2, 15))
 TORCH_NPU = ("2.10.0.post4", "2.13.0", "2.14.0")
 """Not a range: the parts that rlcore uses were compared with these versions only."""
 VLLM = VersionRange((0, 26), (0, 33))
+SGLANG = VersionRange((0, 5, 15), (0, 5, 23))
+SGLANG_ADVISED = (0, 5, 20)
+"""The newest with CVE-2026-86793 and CVE-2026-93034: it unpickles what reaches its server or its sockets."""
 VLLM_ASCEND = ("0.23.0", "0.26.0rc1")
 """Not a range: rlcore's executor was compared with these versions only."""
 _TRITON_ASCEND_PYTHON = (3, 11)
@@ -185,6 +188,23 @@ def vllm(versions: Mapping[str, str]) -> CheckVerdict:
     return warn(f"{version}; rlcore knows {known}", f"pip install 'vllm=={dotted(VLLM.newest)}.*'")
 
 
+def sglang(versions: Mapping[str, str]) -> CheckVerdict:
+    version = versions.get("sglang")
+    if version is None:
+        return ok("not installed")
+    release = _release(version, 3)
+    newest = f"pip install 'sglang=={dotted(SGLANG.newest)}'"
+    if not SGLANG.least <= release <= SGLANG.newest:
+        return warn(f"{version}; rlcore knows {dotted(SGLANG.least)} to {dotted(SGLANG.newest)}", newest)
+    if release <= SGLANG_ADVISED:
+        return warn(
+            f"{version} unpickles what reaches its server (CVE-2026-86793, CVE-2026-93034); rlcore starts none, and "
+            "its sockets are in a folder of this user's",
+            f"start no server of it on an open port, or {newest}",
+        )
+    return ok(version)
+
+
 def vllm_ascend(versions: Mapping[str, str]) -> CheckVerdict:
     """Check vllm-ascend, which needs the vLLM of its own number, and pins torch, torch-npu and triton-ascend."""
     version = versions.get("vllm-ascend")
@@ -217,12 +237,13 @@ def _pins(distribution: str) -> dict[str, str]:
     return {one[1].replace("_", "-"): one[2] for one in found if one}
 
 
-def _release(version: str) -> tuple[int, int]:
-    parts = re.match(r"(\d+)\.(\d+)", version)
+def _release(version: str, count: int = 2) -> tuple[int, ...]:
+    """Return the first numbers of a version."""
+    parts = re.match(r"(\d+)" + r"\.(\d+)" * (count - 1), version)
     if parts is None:
         raise ValueError(f"{version!r} is no version")
-    return int(parts[1]), int(parts[2])
+    return tuple(map(int, parts.groups()))
 
 
-def dotted(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"
+def dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))

@@ -6,7 +6,7 @@
 * Log-probabilities, entropies and numbers of a row come from ``linear_logprob``, which makes no logits; TRL computes
   its own loss of them, so that every ``loss_type``, statistic and mask stays TRL's.
 * Of trainers that sample, the states of the optimizer are in host memory while completions are sampled and scored.
-* vLLM in the trainer's process gets weights by one plan, and not tensor by tensor.
+* vLLM gets weights by one plan, and not tensor by tensor; in the trainer's process it writes no text that nobody reads.
 
 Letters: B sequences, L tokens, H a hidden size.
 """
@@ -28,6 +28,7 @@ import rlcore
 from rlcore.arguments import FLAG, takes
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
+from rlcore.integrations.trl_server import ServedSync, takes_weights_of_rlcore, weights_by_rlcore
 from rlcore.integrations.trl_vllm import PlannedSync
 from rlcore.ops import Logprobs
 
@@ -55,8 +56,8 @@ def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Train
 
     Raises:
         InvalidInputError: it is none of these trainers, or ``offload_optimizer`` is no bool.
-        UnsupportedError: it trains with DeepSpeed or FSDP1, its vLLM is a server, or the logits of its model are no
-            function that ``linear_logprob`` computes; the trainer is as before.
+        UnsupportedError: it trains with DeepSpeed or FSDP1, its vLLM is a server that takes weights of TRL, or the
+            logits of its model are no function that ``linear_logprob`` computes; the trainer is as before.
     """
     if not isinstance(trainer, _TRAINERS):
         *others, last = (cls.__name__ for cls in _TRAINERS)
@@ -75,8 +76,21 @@ def accelerate_trl(trainer: Trainer, *, offload_optimizer: bool = True) -> Train
         if offload_optimizer:
             trainer._generate_and_score_completions = _without_optimizer(trainer)
         if trainer.use_vllm:
-            trainer.vllm_generation.sync_weights = PlannedSync(trainer.vllm_generation)
+            _use_plan(trainer.vllm_generation)
     return trainer
+
+
+def _use_plan(generation: Any) -> None:
+    """Let vLLM get weights by rlcore's plan; in this process also let it write no text beside the tokens.
+
+    TRL reads no text, and vLLM needs it for nothing but strings that stop.
+    """
+    if generation.mode == "server":
+        generation.sync_weights = ServedSync(generation)
+        return
+    generation.sync_weights = PlannedSync(generation)
+    if not generation.generation_kwargs.get("stop"):
+        generation.generation_kwargs = {"detokenize": False, **generation.generation_kwargs}
 
 
 def _row_stats(trainer: Any) -> tuple[str, ...]:
@@ -90,7 +104,8 @@ class RlcoreGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """``GRPOTrainer`` after ``accelerate_trl``: the same arguments, losses, statistics and checkpoints."""
 
     def __init__(self, *args: Any, offload_optimizer: bool = True, **options: Any) -> None:
-        super().__init__(*args, **options)
+        with weights_by_rlcore():
+            super().__init__(*args, **options)
         accelerate_trl(self, offload_optimizer=offload_optimizer)
 
 
@@ -100,10 +115,11 @@ def _check_sharding(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 1:
         raise UnsupportedError("accelerate_trl() under FSDP1", "it has no parameters by name; set fsdp_version to 2")
-    if getattr(trainer, "use_vllm", False) and trainer.vllm_generation.mode != "colocate":
+    is_served = getattr(trainer, "use_vllm", False) and trainer.vllm_generation.mode == "server"
+    if is_served and not takes_weights_of_rlcore(trainer.vllm_generation):
         raise UnsupportedError(
-            'accelerate_trl() with vllm_mode="server"',
-            "the server takes weights by the engine that it was started with; docs/vllm.md has the way by rlcore_ipc",
+            'accelerate_trl() with vllm_mode="server" after TRL has opened its NCCL group with the server',
+            "make the trainer inside weights_by_rlcore(), or an RlcoreGRPOTrainer, which does so (docs/trl.md)",
         )
 
 

@@ -40,7 +40,7 @@ class PlannedSync:
             get_device(generation.accelerator.device).memory.empty_cache()  # room for what wakes
             llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False
-        with _merged(generation.model):
+        with merged(generation.model):
             self._connected().send()
         llm.reset_prefix_cache()
 
@@ -66,7 +66,7 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _merged(model: Any) -> Iterator[None]:
+def merged(model: Any) -> Iterator[None]:
     """Have the adapters in the base weights meanwhile."""
     if not hasattr(model, "merge_adapter"):
         yield

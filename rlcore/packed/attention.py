@@ -25,7 +25,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
 from rlcore.packed.choice import IMPLEMENTATIONS, AttentionCall, AttentionChoice, choose, implementations
-from rlcore.packed.eligibility import Eligibility, eligibility_of
+from rlcore.packed.eligibility import Eligibility, eligibility_of, fault_around
+from rlcore.packed.images import PackedImages
 from rlcore.packed.implementations import (
     PackedSequences,
     attention_dtype,
@@ -49,15 +50,32 @@ class _DecoderPlan:
     own: str
     eligibility: Eligibility
     choices: dict[torch.dtype, str] = field(default_factory=dict)
+    _faults: dict[type, str | None] = field(default_factory=dict)
+
+    def against_images(self, model: Any) -> str | None:
+        """Return the reason why the decoder cannot run packed inside this model, or None."""
+        kind = type(model)
+        if kind not in self._faults:
+            self._faults[kind] = fault_around(model)
+            if self._faults[kind] is not None:
+                logger.warning("%s runs sequences with images padded: %s", kind.__name__, self._faults[kind])
+        return self._faults[kind]
 
 
 _plans: WeakKeyDictionary[nn.Module, _DecoderPlan] = WeakKeyDictionary()
 _sharing: WeakKeyDictionary[nn.Module, SequenceGroup] = WeakKeyDictionary()
 """The decoders whose packed rows are shared with other ranks."""
+_splitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The decoders whose heads are on several ranks by tensor parallelism, with the number of these."""
 
 
 def packed_hidden_states(
-    decoder: Any, input_ids: Tensor, cu_seqlens: Tensor, *, implementation: str | None = None
+    decoder: Any,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    implementation: str | None = None,
+    images: PackedImages | None = None,
 ) -> Tensor:
     """Return the last hidden state [T, H] of ``decoder``, the bare transformer of a transformers model.
 
@@ -68,17 +86,19 @@ def packed_hidden_states(
         input_ids: [T] int64.
         cu_seqlens: [N+1] int32, rising from 0 to T. A host tensor saves a wait for the device.
         implementation: one of ``choice.implementations`` by name, or "padded"; by default the best that can.
+        images: those of the sequences, and the model around the decoder that reads them.
 
     Raises:
         UnsupportedError: the implementation asked for cannot run this decoder here.
     """
     lengths, num_tokens = tuple(cu_seqlens.diff().tolist()), len(input_ids)
     plan, group = _plan(decoder), _sharing.get(_whole(decoder))
-    is_padded = implementation == "padded" or (implementation is None and plan.eligibility.reason is not None)
+    against = plan.eligibility.reason or (None if images is None else plan.against_images(images.base))
+    is_padded = implementation == "padded" or (implementation is None and against is not None)
     if is_padded and group is None:
-        return _run_padded(decoder, input_ids, lengths)
-    if is_padded or plan.eligibility.reason is not None:
-        reason = plan.eligibility.reason or "padded rows are not shared among ranks"
+        return _run_padded(decoder, input_ids, lengths, images)
+    if is_padded or against is not None:
+        reason = against or "padded rows are not shared among ranks"
         what = f"packed attention by {implementation!r}" if group is None else "sequence parallelism"
         raise UnsupportedError(what, reason)
     if group is not None:
@@ -87,7 +107,7 @@ def packed_hidden_states(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
         choices=plan.choices if implementation is None else {},
-        choose=lambda device, dtype: choose(_calls(plan, group), device, dtype, implementation).implementation,
+        choose=lambda device, dtype: choose(_calls(decoder, plan), device, dtype, implementation).implementation,
         group=group,
     )
     # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
@@ -96,13 +116,14 @@ def packed_hidden_states(
     name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
     implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
     own = slice(None) if group is None else group.own(len(input_ids))
-    hidden_1TH: Tensor = decoder(
-        input_ids=input_ids[None, own],
-        position_ids=_positions(packed.cu_seqlens, lengths)[None, own],
-        attention_mask=no_attention_mask(input_ids.device),
-        use_cache=False,
-        packed_sequences=packed,
-    ).last_hidden_state
+    options = {
+        "position_ids": _positions(packed.cu_seqlens, lengths)[None, own],
+        "attention_mask": no_attention_mask(input_ids.device),
+        "packed_sequences": packed,
+    }
+    if images is not None:
+        return images.run(decoder, input_ids[None], lambda value_T: value_T[None], **options)[0]
+    hidden_1TH: Tensor = decoder(input_ids=input_ids[None, own], use_cache=False, **options).last_hidden_state
     return hidden_1TH[0] if group is None else hidden_1TH[0, : max(0, num_tokens - own.start)]
 
 
@@ -122,17 +143,46 @@ def share_sequences(decoder: nn.Module, group: SequenceGroup) -> None:
     _plans.pop(decoder, None)  # it may have chosen for all heads
 
 
+def why_heads_not_split(decoder: Any, num_ranks: int, num_sharing: int = 1) -> str | None:
+    """Return the reason why tensor parallelism over ``num_ranks`` cannot cut the heads of ``decoder``, or None.
+
+    Args:
+        num_sharing: ranks that share packed rows, each set of heads among as many.
+    """
+    eligibility = _eligibility(decoder, _own_name(decoder))
+    if eligibility.reason is not None:
+        return eligibility.reason
+    for call in sorted(eligibility.calls, key=repr):
+        for heads, kind in ((call.query_heads, "query"), (call.kv_heads, "key and value")):
+            if heads % num_ranks:
+                return f"its {heads} {kind} heads do not divide by {num_ranks}; take a divisor of them"
+        if reason := why_not_split(_of_rank(call, num_ranks), num_sharing):
+            return f"on each of {num_ranks} tensor-parallel ranks: {reason}"
+    return None
+
+
+def split_heads(decoder: nn.Module, num_ranks: int) -> None:
+    """Let ``packed_hidden_states`` of ``decoder`` expect this rank's heads alone; see ``why_heads_not_split``."""
+    _splitting[decoder] = num_ranks
+    _plans.pop(decoder, None)
+
+
+def _of_rank(call: AttentionCall, num_ranks: int) -> AttentionCall:
+    return call._replace(query_heads=call.query_heads // num_ranks, kv_heads=call.kv_heads // num_ranks)
+
+
 def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
     """Return what ``packed_hidden_states`` runs on ``device`` for attention in ``dtype``, and why not the others."""
     reason = _plan(decoder).eligibility.reason
     if reason is not None:
         return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_calls(_plan(decoder), _sharing.get(_whole(decoder))), device, dtype)
+    return choose(_calls(decoder, _plan(decoder)), device, dtype)
 
 
-def _calls(plan: _DecoderPlan, group: SequenceGroup | None) -> frozenset[AttentionCall]:
+def _calls(decoder: Any, plan: _DecoderPlan) -> frozenset[AttentionCall]:
     """Return the attention calls of this rank."""
-    calls = plan.eligibility.calls
+    group, num_ranks = _sharing.get(_whole(decoder)), _splitting.get(_whole(decoder), 1)
+    calls = frozenset(_of_rank(call, num_ranks) for call in plan.eligibility.calls)
     return calls if group is None else frozenset(map(group.own_call, calls))
 
 
@@ -218,10 +268,19 @@ def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------------ batches
 
 
-def _run_padded(decoder: Any, input_ids: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def _run_padded(
+    decoder: Any, input_ids: Tensor, lengths: tuple[int, ...], images: PackedImages | None = None
+) -> Tensor:
     """Run right-padded under a causal mask: no token sees another sequence or the padding, with any attention."""
-    padded_NL = nn.utils.rnn.pad_sequence(list(torch.split(input_ids, list(lengths))), batch_first=True)
-    hidden_NLH: Tensor = decoder(input_ids=padded_NL, use_cache=False).last_hidden_state
+
+    def padded(value_T: Tensor) -> Tensor:
+        return nn.utils.rnn.pad_sequence(list(torch.split(value_T, list(lengths))), batch_first=True)
+
+    hidden_NLH: Tensor
+    if images is None:
+        hidden_NLH = decoder(input_ids=padded(input_ids), use_cache=False).last_hidden_state
+    else:
+        hidden_NLH = images.run(decoder, padded(input_ids), padded)
     return torch.cat([hidden_LH[:length] for hidden_LH, length in zip(hidden_NLH, lengths, strict=True)])
 
 

@@ -70,6 +70,39 @@ def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
     return Eligibility(frozenset(record.calls), faults[0] if faults else None)
 
 
+def fault_around(model: Any) -> str | None:
+    """Return the reason why a model does not hand its decoder what a packed row needs, or None.
+
+    Args:
+        model: the one that puts image features in the place of tokens, such as ``LlavaModel``.
+    """
+    name = type(model).__name__
+    marker: Any = object()
+    handed: dict[str, Any] = {}
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        handed.update(kwargs)
+        raise _Handed
+
+    try:
+        with fake_tensors(), torch.device("cpu"), torch.no_grad():
+            twin = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
+            twin.get_decoder().forward = record
+            tokens = torch.ones(1, _NUM_TOKENS, dtype=torch.long)
+            given = {"position_ids": tokens.clone(), "attention_mask": no_attention_mask(tokens.device)}
+            twin(input_ids=tokens, use_cache=False, packed_sequences=marker, **given)
+    except _Handed:
+        lost = [key for key, value in (given | {"packed_sequences": marker}).items() if handed.get(key) is not value]
+        return f"{name} does not hand its decoder {', '.join(lost)} as it was given" if lost else None
+    except Exception as error:  # the model's own code, under tensors without values
+        return f"the dry run of {name} failed: {type(error).__name__}: {short_line(error)}"
+    return f"{name} does not call its decoder"
+
+
+class _Handed(Exception):  # noqa: N818  # it is no error
+    """Ends a dry run at the call of the decoder."""
+
+
 def _structural_faults(decoder: nn.Module) -> Iterator[str]:
     name = type(decoder).__name__
     if not isinstance(decoder, PreTrainedModel):

@@ -18,11 +18,11 @@ from rlcore.process.status import session_of
 
 FAMILY = "_RLCORE_WORKER_PROCESS"
 """The environment variable that a guarded process and all that it starts inherit; they are found by it later."""
-NAMED_MEMORY = ("psm_", "sem.mp-", "vllm_dist_")
-"""Memory in /dev/shm of Python's multiprocessing, and of vLLM between its workers: it outlives killed processes."""
+NAMED_MEMORY = ("psm_", "sem.mp-", "vllm_dist_", "sglang_", "sgl_shm_")
+"""Memory in /dev/shm of Python's multiprocessing, and of vLLM and SGLang: it outlives killed processes."""
 _TRACKERS_S = 5.0
 
-_File = tuple[str, int]
+MemoryFile = tuple[str, int]
 """Device and inode as in proc(5): another mount namespace has another /dev/shm, with the same inodes."""
 
 
@@ -54,9 +54,9 @@ def _guard(session: int, watched: list[int], clean_up: Callable[[], None]) -> No
                 os.close(descriptor)
     select.select(watched, [], [])
     try:
-        shared = _shared_memory(_descendants(session))  # while they still run
+        shared = shared_memory(_descendants(session))  # while they still run
         _kill_descendants(session)
-        _remove_memory(shared)
+        remove_memory(shared and shared - shared_memory(_processes()))
         clean_up()
     finally:
         os._exit(0)
@@ -98,12 +98,12 @@ def _is_tracker(pid: int) -> bool:
     return False
 
 
-def _shared_memory(pids: list[int]) -> set[_File]:
+def shared_memory(pids: list[int]) -> set[MemoryFile]:
     """Return the files of /dev/shm that these processes have mapped.
 
     The process that made a semaphore sees it under a name that the semaphore no longer has, so names do not help.
     """
-    found: set[_File] = set()
+    found: set[MemoryFile] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -113,16 +113,15 @@ def _shared_memory(pids: list[int]) -> set[_File]:
     return found
 
 
-def _file(path: Path) -> _File:
+def _file(path: Path) -> MemoryFile:
     found = path.stat()
     return f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}", found.st_ino
 
 
-def _remove_memory(files: set[_File]) -> None:
-    """Remove ``NAMED_MEMORY`` that has this family in its name, or is one of ``files`` that no running process maps."""
-    left = files and files - _shared_memory(_processes())
+def remove_memory(files: set[MemoryFile]) -> None:
+    """Remove ``NAMED_MEMORY`` that has this family in its name, or is one of ``files``."""
     for entry in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            is_ours = os.environ[FAMILY] in entry.name or _file(entry) in left
+            is_ours = os.environ[FAMILY] in entry.name or _file(entry) in files
             if is_ours and entry.name.startswith(NAMED_MEMORY):
                 entry.unlink()

@@ -38,7 +38,11 @@ class RuntimeFolder:
         Raises:
             StateError: it cannot be made, is a link, belongs to another user, or is open to others.
         """
-        path = Settings.from_env().runtime
+        return cls.open_at(Settings.from_env().runtime, "RLCORE_RUNTIME")
+
+    @classmethod
+    def open_at(cls, path: Path, variable: str) -> RuntimeFolder:
+        """Open another folder that is trusted as far; ``variable`` is the setting that errors tell to change."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -46,8 +50,8 @@ class RuntimeFolder:
             descriptor = os.open(path, _FOLDER)
         except OSError as error:
             what = "is a link or a file" if path.is_symlink() or path.is_file() else f"cannot be made: {error}"
-            raise StateError(f"the folder {path} {what}; set RLCORE_RUNTIME to another one") from error
-        if why := _why_not_trusted(os.fstat(descriptor), path):
+            raise StateError(f"the folder {path} {what}; set {variable} to another one") from error
+        if why := _why_not_trusted(os.fstat(descriptor), path, variable):
             os.close(descriptor)
             raise StateError(why)
         return cls(path, descriptor)
@@ -78,6 +82,13 @@ class RuntimeFolder:
         """Write a file, which this user alone can read. Raises OSError where the name is a link's."""
         with os.fdopen(os.open(name, _WRITE, 0o600, dir_fd=self._descriptor), "wb") as file:
             file.write(data)
+
+    def modified_s(self, name: str) -> float:
+        """Return when an entry was last written, in seconds; 0 if it has gone."""
+        try:
+            return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def make_folder(self, name: str) -> Path:
         """Make a folder for this user alone; return its path."""
@@ -112,12 +123,12 @@ def runtime_folder() -> Iterator[RuntimeFolder]:
         folder.close()
 
 
-def _why_not_trusted(found: os.stat_result, path: Path) -> str:
+def _why_not_trusted(found: os.stat_result, path: Path, variable: str) -> str:
     if found.st_uid != os.getuid():  # anybody can make a folder of that name in /tmp
-        return f"the folder {path} belongs to another user; set RLCORE_RUNTIME to one of your own"
+        return f"the folder {path} belongs to another user; set {variable} to one of your own"
     if found.st_mode & _OTHERS:
         return (
             f"the folder {path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}), who may have put "
-            f"files there; remove what is not yours and run: chmod 700 {path}; or set RLCORE_RUNTIME to another one"
+            f"files there; remove what is not yours and run: chmod 700 {path}; or set {variable} to another one"
         )
     return ""

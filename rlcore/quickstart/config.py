@@ -28,7 +28,7 @@ class QuickstartConfig:
     device: str | None = None
     """A name such as "cuda:1"; None is the choice of ``rlcore.get_device()``."""
     executor: str = "hf"
-    """The inference executor that samples: "hf" or "vllm"."""
+    """The inference executor that samples: "hf", "vllm" or "sglang"."""
     launcher: str | None = None
     """How the engines' workers run, such as "process" or "ray", which does not change the curve; None runs them in the
     program's own process."""

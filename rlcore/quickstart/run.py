@@ -35,8 +35,11 @@ ASKED, PROMPTS, SAMPLES, TEMPERATURE, MINIBATCHES, RATE = 96, 32, 8, 1.25, 4, 3e
 IMITATION_BATCH, IMITATION_RATE, WARM_UP, GATE_ACCURACY, MAX_IMITATION_STEPS = 256, 2e-3, 20, 0.47, 600
 USUAL_IMITATION_STEPS = (150, 450)  # of the quickstart's own model
 EVERY = 10  # steps between evaluations, and between checkpoints
-SMALL_VLLM: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26}
-"""For a small model: nothing is compiled at the start, and each step moves a small KV cache."""
+SMALL: dict[str, dict[str, Any]] = {
+    "vllm": {"enforce_eager": True, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 26},
+    "sglang": {"disable_cuda_graph": True, "max_total_tokens": 1 << 14},
+}
+"""By executor, for a small model: nothing is compiled at the start, and each step moves a small KV cache."""
 
 
 class Quickstart:
@@ -81,8 +84,7 @@ class Quickstart:
         self.display.doing("starting the sampler")
         if self.config.executor != "hf":
             self.display.note(f"starting the sampler, {self.config.executor}: 10 s to a minute")
-        is_small = self.config.executor == "vllm" and self.config.model is None
-        options = SMALL_VLLM if is_small else {}
+        options = SMALL.get(self.config.executor, {}) if self.config.model is None else {}
         self.infer.build(colocate_with=self.train, launcher=self.config.launcher, dtype="float32", **options)
 
     def imitate(self) -> None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rlcore.rollout.client import RolloutClient as RolloutClient
     from rlcore.rollout.controller import RolloutController as RolloutController
     from rlcore.rollout.episode import Episode as Episode
+    from rlcore.rollout.lending import LentDevices as LentDevices
     from rlcore.rollout.remote_verifier import RemoteVerifier as RemoteVerifier
     from rlcore.rollout.reward_pool import RewardPool as RewardPool
     from rlcore.rollout.staleness import StalenessBound as StalenessBound
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Episode": "episode",
     "Grouped": "workflow",
+    "LentDevices": "lending",
     "MultiTurn": "workflow",
     "RemoteVerifier": "remote_verifier",
     "RewardPool": "reward_pool",

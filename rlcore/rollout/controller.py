@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
-
-from torch import Tensor
 
 from rlcore.arguments import AT_LEAST_0, COUNT, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
@@ -29,6 +28,8 @@ from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
+from rlcore.rollout.lending import LANE as LENT
+from rlcore.rollout.lending import LentDevices
 from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
 from rlcore.rollout.timeline import Timeline
@@ -59,6 +60,9 @@ class RolloutController:
         max_staleness: the most versions that the oldest token of an episode may lag behind when it is trained on. 0 is
             synchronous.
         max_concurrent: the most episodes that run together; None leaves that to ``max_staleness``.
+        max_in_flight: the most prompts that one engine has at a time; others wait for the first engine with room. None:
+            each goes at once to the engine that has least to do.
+        lent: lends the trainer's devices while the trainer waits; it needs ``max_in_flight``, as what waits is theirs.
         accept: ``accept(trajectories) -> bool``; False rejects an episode, such as a group of equal rewards.
         sampling_params: defaults for the client.
         tokenizer: for ``client.chat``; None is that of the first engine's model folder.
@@ -76,6 +80,8 @@ class RolloutController:
         chat_template=optional(TEXT),
         template_options=optional(kind_of("a mapping", Mapping)),
         episode_timeout_s=SECONDS,
+        max_in_flight=optional(COUNT),
+        lent=optional(Kind("a LentDevices", lambda value: isinstance(value, LentDevices))),
         max_failures_in_row=COUNT,
         unhealthy_after_s=SECONDS,
     )
@@ -87,6 +93,8 @@ class RolloutController:
         batch_size: int,
         max_staleness: int = 1,
         max_concurrent: int | None = None,
+        max_in_flight: int | None = None,
+        lent: LentDevices | None = None,
         accept: Accept | None = None,
         sampling_params: ParamsLike = None,
         tokenizer: Any = None,
@@ -97,6 +105,11 @@ class RolloutController:
         unhealthy_after_s: float = 60.0,
     ) -> None:
         engines, defaults = _engines(infer), SamplingParams.of(sampling_params)
+        if lent is not None and max_in_flight is None:
+            raise InvalidInputError(
+                "RolloutController(lent=) needs max_in_flight=, the most prompts that one engine has at a time: only "
+                "what waits for room goes to devices that are lent"
+            )
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
         self._workflow, self._accept = workflow, accept
@@ -109,7 +122,16 @@ class RolloutController:
         self._is_paused = self._is_closed = False
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
-        self._fleet = Fleet(engines, self.timeline, unhealthy_after_s=unhealthy_after_s, on_change=self._wake)
+        self._fleet = Fleet(
+            engines,
+            self.timeline,
+            unhealthy_after_s=unhealthy_after_s,
+            max_in_flight=max_in_flight,
+            on_change=self._wake,
+        )
+        self._lent = lent
+        if lent is not None:
+            self._fleet.add_guest(lent.infer, LENT)
         self._runner = EpisodeRunner(
             self._fleet,
             defaults=defaults,
@@ -145,19 +167,24 @@ class RolloutController:
         wanted = self._bound.batch_size if count is None else count
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.timeline.begin(TRAINER, "wait")
+
+        def is_ready() -> bool:
+            self._refuse_other_version("wait()")
+            if self._bound.choose(wanted):
+                return True
+            self._check_progress(wanted, has_deadline=deadline is not None)
+            return False
+
         try:
-            with self._changed:
-                self._refuse_other_version("wait()")
-                while not (chosen := self._bound.choose(wanted)):
-                    self._check_progress(wanted, has_deadline=deadline is not None)
-                    left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-                    if left_s <= 0:
-                        raise RolloutTimeoutError(
-                            f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
-                            f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"
-                        )
-                    self._changed.wait(left_s)
-                return self._given(chosen)
+            while True:
+                if not self._await(is_ready, deadline):
+                    raise RolloutTimeoutError(
+                        f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
+                        f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"
+                    )
+                with self._changed:
+                    if chosen := self._bound.choose(wanted):  # else another thread was given them
+                        return self._given(chosen)
         finally:
             self.timeline.begin(TRAINER, "train")
 
@@ -165,7 +192,7 @@ class RolloutController:
         """As ``wait``, for a program with an event loop of its own."""
         return await asyncio.to_thread(self.wait, count, timeout_s)
 
-    def prepare_batch(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> dict[str, Tensor]:
+    def prepare_batch(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Return a batch of ``batch_size`` episodes; items of ``dataloader`` are submitted as needed, over and over.
 
         Args:
@@ -189,7 +216,7 @@ class RolloutController:
     # -------------------------------------------------------------------------------------- synchronous
 
     @takes("rollout_batch()", items=LIST, timeout_s=optional(AT_LEAST_0))
-    def rollout_batch(self, items: Sequence[Any], timeout_s: float | None = None) -> dict[str, Tensor]:
+    def rollout_batch(self, items: Sequence[Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Run an episode for each item now, wait for all, and return their batch, in the order of the items.
 
         The staleness bound does not count them. Rejected and failed episodes are left out.
@@ -270,6 +297,8 @@ class RolloutController:
 
         def sync(engines: list[InferenceEngine]) -> SyncReport:
             report = train.sync_weights(engines, version=wanted, **options)
+            if self._lent is not None:
+                self._lent.note_synced(train)
             self.set_version(wanted)
             return report
 
@@ -316,6 +345,7 @@ class RolloutController:
                 trainer=TRAINER,
                 engine_failures=self._fleet.num_failures,
                 requests_moved=self._fleet.num_moved,
+                lent=LENT,
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -401,6 +431,31 @@ class RolloutController:
             )
         return f"only {coming} episodes were submitted and not given yet; submit() more"
 
+    def _await(self, is_ready: Callable[[], bool], deadline: float | None) -> bool:
+        """Wait until ``is_ready()``, asked with the lock held; return False after the deadline.
+
+        The trainer's devices are lent meanwhile, and have been taken back when this returns, or raises.
+        """
+        began = time.monotonic()
+        try:
+            while True:
+                with self._changed:
+                    while not is_ready():
+                        lent_in_s = self._lent.due_in_s(time.monotonic() - began) if self._lent else math.inf
+                        left_s = math.inf if deadline is None else deadline - time.monotonic()
+                        if left_s <= 0:
+                            return False
+                        if lent_in_s <= 0:
+                            break
+                        self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
+                    else:
+                        return True
+                assert self._lent is not None
+                self._lent.lend(self._fleet, self.version)  # not with the lock: it takes seconds
+        finally:
+            if self._lent is not None:
+                self._lent.take_back(self._fleet)
+
     def _given(self, chosen: list[int]) -> list[Episode]:
         episodes = self._episodes.give(chosen)
         self._start_due()
@@ -438,17 +493,18 @@ class RolloutController:
         return episodes
 
     def _await_all(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while not all(future.done() for future in futures):
-                self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
-                if error := self._fleet.why_none():
-                    raise error
-                left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-                if left_s <= 0:
-                    num_ended = sum(future.done() for future in futures)
-                    raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
-                self._changed.wait(left_s)
+
+        def is_ready() -> bool:
+            if all(future.done() for future in futures):
+                return True
+            self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
+            if error := self._fleet.why_none():
+                raise error
+            return False
+
+        if not self._await(is_ready, None if timeout_s is None else time.monotonic() + timeout_s):
+            num_ended = sum(future.done() for future in futures)
+            raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
 
     def _last_failure_in_words(self) -> str:
         last = self._episodes.last_failure

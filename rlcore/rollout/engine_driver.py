@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ class EngineDriver:
     Args:
         name: of the engine in the timeline and in messages.
         on_failure: called, once, in the driver's thread, with the error that ended it and the requests that it had.
+        on_room: called in the driver's thread when it may have room for another request.
     """
 
     def __init__(
@@ -59,11 +60,14 @@ class EngineDriver:
         name: str,
         timeline: Timeline,
         on_failure: Callable[[EngineDriver, RlcoreError, list[Request]], None],
+        on_room: Callable[[], None],
     ) -> None:
         self.engine, self.name = engine, name
-        self._timeline, self._on_failure = timeline, on_failure
+        self._timeline, self._on_failure, self._on_room = timeline, on_failure, on_room
         self._changed = threading.Condition()
         self._new: list[Request] = []
+        self._sending: list[Request] = []
+        """The requests that the engine is being sent: it may never answer that call."""
         self._under_way: dict[int, Request] = {}
         self._num_pauses = 0
         self._is_ended = False
@@ -90,7 +94,12 @@ class EngineDriver:
     @property
     def tokens_under_way(self) -> int:
         with self._changed:
-            return sum(request.tokens for request in (*self._new, *self._under_way.values()))
+            return sum(request.tokens for request in (*self._new, *self._sending, *self._under_way.values()))
+
+    @property
+    def requests_under_way(self) -> int:
+        with self._changed:
+            return len(self._new) + len(self._sending) + len(self._under_way)
 
     @property
     def is_alive(self) -> bool:
@@ -126,8 +135,9 @@ class EngineDriver:
             if self._is_ended:
                 return
             self._is_ended = True
-            lost = [request for request in (*self._under_way.values(), *self._new) if not request.is_cancelled]
-            self._under_way, self._new = {}, []
+            held = (*self._under_way.values(), *self._sending, *self._new)
+            lost = [request for request in held if not request.is_cancelled]
+            self._under_way, self._sending, self._new = {}, [], []
             self._changed.notify_all()
         self._timeline.end(self.name)
         self._on_failure(self, error, lost)
@@ -136,7 +146,7 @@ class EngineDriver:
         """End the thread and abort what the engine has under way."""
         with self._changed:
             is_ended, self._is_ended = self._is_ended, True
-            self._new = []
+            self._new, self._sending = [], []
             self._changed.notify_all()
         self._thread.join(timeout_s)
         self._timeline.end(self.name)
@@ -153,6 +163,7 @@ class EngineDriver:
                 new, cancelled = self._taken()
                 self._step(new, cancelled)
                 self._call_ended()
+                self._on_room()
         except RlcoreError as error:
             self._fail(error)
         except Exception as error:
@@ -183,6 +194,7 @@ class EngineDriver:
     def _taken(self) -> tuple[list[Request], list[int]]:
         with self._changed:
             new, self._new = [one for one in self._new if not one.is_cancelled], []
+            self._sending = list(new)
             cancelled = [number for number, one in self._under_way.items() if one.is_cancelled]
             for number in cancelled:
                 del self._under_way[number]
@@ -208,19 +220,22 @@ class EngineDriver:
             numbers = self.engine.submit([one.prompt for one in new], [one.params for one in new], max_in_flight=_MANY)
         except InvalidInputError as error:
             if len(new) == 1:
-                new[0].deliver(error)
+                if self._have_been_sent(new):
+                    new[0].deliver(error)
             else:
                 for one in new:
                     self._send([one])
             return
-        except BaseException:
-            with self._changed:
-                self._new = new + self._new  # for on_failure, which sends them elsewhere
-            raise
+        self._have_been_sent(new, numbers)
+
+    def _have_been_sent(self, requests: list[Request], numbers: Sequence[int] = ()) -> bool:
+        """Note that the engine has them, under these numbers; return False if they went to ``on_failure`` before."""
         with self._changed:
             if self._is_ended:
-                return  # they went to on_failure, or nobody waits
-            self._under_way |= dict(zip(numbers, new, strict=True))
+                return False
+            self._sending = [one for one in self._sending if one not in requests]
+            self._under_way |= dict(zip(numbers, requests, strict=False))
+            return True
 
 
 def _is_inline(engine: InferenceEngine) -> bool:

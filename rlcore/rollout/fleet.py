@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +34,7 @@ class Fleet:
     """Deals requests out to engines, and keeps those going that can.
 
     Args:
+        max_in_flight: the most requests that an engine has at a time; others wait, and go to the first with room.
         on_change: called, in any thread, when an engine was taken out.
     """
 
@@ -41,12 +44,18 @@ class Fleet:
         timeline: Timeline,
         *,
         unhealthy_after_s: float,
+        max_in_flight: int | None,
         on_change: Callable[[], None],
     ) -> None:
         self.engines = list(engines)
         self._timeline, self._unhealthy_after_s, self._on_change = timeline, unhealthy_after_s, on_change
         self._lock = threading.RLock()
-        self._waiting: list[Request] = []
+        self._max_in_flight = math.inf if max_in_flight is None else max_in_flight
+        self._waiting: deque[Request] = deque()
+        self._guest: EngineDriver | None = None
+        """The driver of an engine that comes and goes."""
+        self._guest_held = contextlib.ExitStack()
+        self._is_guest_open = False
         self._drivers = [self._driver(index) for index in range(len(engines))]
         self.failures: dict[int, RlcoreError] = {}
         """Index of each engine that is out -> why."""
@@ -76,9 +85,28 @@ class Fleet:
     def cancel(self, request: Request) -> None:
         request.is_cancelled = True
         with self._lock:
-            drivers = list(self._drivers)
+            drivers = [*self._drivers, *([self._guest] if self._guest else [])]
         for driver in drivers:
             driver.cancel(request)
+
+    def add_guest(self, engine: InferenceEngine, name: str) -> None:
+        """Take in an engine that stands still until ``open_guest``; weight updates leave it out."""
+        self._guest = EngineDriver(engine, name, self._timeline, self._failed, self._place_waiting)
+        self._guest_held.enter_context(self._guest.paused("keep"))
+
+    def open_guest(self) -> None:
+        """Let the guest generate: what waits for room goes to it, and what it had goes on."""
+        self._guest_held.close()
+        with self._lock:
+            self._is_guest_open = True
+        self._place_waiting()
+
+    def hold_guest(self) -> None:
+        """Let the guest stand still; its requests stay with it."""
+        with self._lock:
+            self._is_guest_open, was_open = False, self._is_guest_open
+        if was_open and self._guest is not None:
+            self._guest_held.enter_context(self._guest.paused("keep"))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[list[InferenceEngine]]:
@@ -125,6 +153,10 @@ class Fleet:
     def close(self) -> None:
         for driver in self._drivers:
             driver.close(_CLOSE_S)
+        if self._guest is not None:
+            self._guest.close(_CLOSE_S)
+            with contextlib.suppress(RlcoreError):  # its workers may have ended
+                self._guest.engine.resume()
 
     # ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +169,7 @@ class Fleet:
         return error
 
     def _driver(self, index: int) -> EngineDriver:
-        return EngineDriver(self.engines[index], self.lane(index), self._timeline, self._failed)
+        return EngineDriver(self.engines[index], self.lane(index), self._timeline, self._failed, self._place_waiting)
 
     def _healthy(self) -> list[EngineDriver]:
         with self._lock:
@@ -145,12 +177,23 @@ class Fleet:
 
     def _place(self, request: Request) -> None:
         with self._lock:
-            healthy = self._healthy()
-            if not healthy:
-                self._waiting.append(request)
-                return
-            driver = min(healthy, key=lambda one: one.tokens_under_way)
-        driver.submit(request)
+            self._waiting.append(request)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Give the requests that wait to engines with room, each to the one that has least to do."""
+        while True:
+            with self._lock:
+                open_guest = [self._guest] if self._guest and self._is_guest_open and self._guest.is_alive else []
+                with_room = [
+                    one for one in (*self._healthy(), *open_guest) if one.requests_under_way < self._max_in_flight
+                ]
+                if not self._waiting or not with_room:
+                    return
+                request = self._waiting.popleft()
+                driver = min(with_room, key=lambda one: one.tokens_under_way)
+            if not request.is_cancelled:
+                driver.submit(request)
 
     def _failed(self, driver: EngineDriver, error: RlcoreError, lost: list[Request]) -> None:
         with self._lock:
@@ -183,10 +226,7 @@ class Fleet:
             for index in indices:
                 self._drivers[index] = self._driver(index)
                 del self.failures[index]
-            waiting, self._waiting = self._waiting, []
-        for request in waiting:
-            if not request.is_cancelled:
-                self._place(request)
+        self._place_waiting()
 
     def _take_out_dead(self, engines: Sequence[InferenceEngine]) -> None:
         for driver in self._healthy():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlcore.rollout.timeline import Timeline
 
-_MEASURED = {"staleness", "sampler_idle", "trainer_idle", "sync", "engine_failures", "requests_moved"}
+_MEASURED = {"staleness", "sampler_idle", "trainer_idle", "sync", "lent", "engine_failures", "requests_moved"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class RolloutStats:
     """The share of the time in which the trainer waited for episodes."""
     sync: float
     """The share of the time in which weights were synced."""
+    lent: float
+    """The share of the time in which the trainer's devices were lent and generated."""
     engine_failures: int
     """How often an engine was taken out."""
     requests_moved: int
@@ -57,6 +59,7 @@ class RolloutStats:
         trainer: str,
         engine_failures: int,
         requests_moved: int,
+        lent: str,
     ) -> RolloutStats:
         total_s = max(timeline.total_s, 1e-9)
         counted = set(cls.__slots__) - _MEASURED
@@ -66,6 +69,7 @@ class RolloutStats:
             sampler_idle=[1 - timeline.seconds(lane, "generate") / total_s for lane in lanes],
             trainer_idle=timeline.seconds(trainer, "wait") / total_s,
             sync=timeline.seconds(trainer, "sync") / total_s,
+            lent=timeline.seconds(lent, "generate") / total_s,
             engine_failures=engine_failures,
             requests_moved=requests_moved,
         )
@@ -80,4 +84,5 @@ class RolloutStats:
             f"{self.tokens_discarded} discarded\n"
             f"staleness -> episodes: {histogram}\n"
             f"idle: samplers {idle}; trainer {self.trainer_idle:.0%}; syncing {self.sync:.0%}"
+            + (f"; lent to samplers {self.lent:.0%}" if self.lent else "")
         )

@@ -5,17 +5,22 @@ Letters: N sequences, L longest sequence.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.errors import InvalidInputError
+from rlcore.routing.replay import joined_routes
+from rlcore.routing.routers import ROUTES
+from rlcore.sequence_input import joined_inputs
 
 NOT_SAMPLED = -1
 """The version of a token that the model was given."""
@@ -35,6 +40,10 @@ class Trajectory:
     reward: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
     """Plain values of your own, such as the text of the answer."""
+    routed_experts: Tensor | None = None
+    """The experts of each token that ran, [tokens, layers, experts a token], if the sampler returns them."""
+    inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    """Inputs of the sequence beside its tokens, such as pixels of images."""
 
     def __post_init__(self) -> None:
         lengths = [len(part) for part in (self.token_ids, self.loss_mask, self.logprobs, self.versions)]
@@ -47,10 +56,23 @@ class Trajectory:
             raise InvalidInputError(f"the reward of a Trajectory must be a finite number, got {self.reward!r}")
 
     @classmethod
-    def of(cls, prompt: Sequence[int], completion: Completion, *, reward: float = 0.0) -> Trajectory:
-        """Return a prompt with one completion of it."""
+    def of(
+        cls,
+        prompt: Sequence[int],
+        completion: Completion,
+        *,
+        reward: float = 0.0,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Trajectory:
+        """Return a prompt with one completion of it.
+
+        Args:
+            inputs: what the prompt has beside its tokens, ``RequestOutput.inputs``.
+        """
         given = len(prompt)
-        versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
+        versions: list[int] = []
+        for span in completion.version_spans:
+            versions += [span.version] * (span.end - span.start)
         return cls(
             [*prompt, *completion.token_ids],
             [False] * given + [True] * len(completion.token_ids),
@@ -58,6 +80,8 @@ class Trajectory:
             [NOT_SAMPLED] * given + versions,
             reward,
             {"text": completion.text},
+            completion.routed_experts,
+            dict(inputs or {}),
         )
 
     @property
@@ -67,10 +91,16 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The oldest version of a sampled token; None if there is none."""
-        return min((version for version in self.versions if version != NOT_SAMPLED), default=None)
+        return min(set(self.versions) - {NOT_SAMPLED}, default=None)
 
-    def followed_by(self, prompt: Sequence[int], completion: Completion) -> Trajectory | None:
-        """Return this with what another turn added, if that turn's prompt begins with these tokens; else None."""
+    def followed_by(
+        self, prompt: Sequence[int], completion: Completion, inputs: Mapping[str, Tensor] | None = None
+    ) -> Trajectory | None:
+        """Return this with what another turn added, if that turn's prompt begins with these tokens; else None.
+
+        Args:
+            inputs: those of the turn's prompt, which are of all turns so far.
+        """
         length = len(self.token_ids)
         if list(prompt[:length]) != self.token_ids:
             return None
@@ -79,11 +109,17 @@ class Trajectory:
             name: getattr(self, name) + getattr(turn, name)
             for name in ("token_ids", "loss_mask", "logprobs", "versions")
         }
-        return replace(self, **joined, extra=turn.extra)
+        routes = self._routes_with(completion)
+        return replace(self, **joined, extra=turn.extra, routed_experts=routes, inputs=dict(inputs or {}))
+
+    def _routes_with(self, completion: Completion) -> Tensor | None:
+        """Return the experts of each token where it was sampled: the last one so far ran first in the next turn."""
+        own, later = self.routed_experts, completion.routed_experts
+        return None if own is None or later is None else torch.cat([own, later[len(own) :]])
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
+        """Return it as plain data, without the experts and the inputs beside the tokens."""
+        return asdict(replace(self, routed_experts=None, inputs={}))
 
 
 def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
@@ -96,11 +132,11 @@ def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
     for output in outputs:
         for completion in output.outputs:
             for index, earlier in reversed(list(enumerate(found))):
-                if (longer := earlier.followed_by(output.prompt_token_ids, completion)) is not None:
+                if (longer := earlier.followed_by(output.prompt_token_ids, completion, output.inputs)) is not None:
                     found[index] = longer
                     break
             else:
-                found.append(Trajectory.of(output.prompt_token_ids, completion))
+                found.append(Trajectory.of(output.prompt_token_ids, completion, inputs=output.inputs))
     return found
 
 
@@ -111,7 +147,7 @@ _GROUPS = Kind(
 
 
 @takes("collate_trajectories()", groups=_GROUPS)
-def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Tensor]:
+def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
     """Return one padded batch of the trajectories of several episodes, in order.
 
     Returns:
@@ -119,34 +155,35 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Te
         ``rollout_logprobs`` [N, L] float32, the sampler's, 0 where no token was sampled, and ``old_logprobs``, a copy:
         for ``decoupled_ppo`` replace it by the trainer's ``forward_logprobs(batch)``; ``versions`` [N, L] int64, -1
         where no token was sampled; ``rewards`` [N] float32; ``group`` [N] int64, the index of the episode, as
-        ``group_advantage(rewards, group=group)`` takes it.
+        ``group_advantage(rewards, group=group)`` takes it. If trajectories have them, also ``routed_experts`` [N, L,
+        layers, experts a token] int16. Inputs beside the tokens are each a ``SequenceInput``.
 
     Raises:
         InvalidInputError: there is no trajectory.
     """
-    each = [(index, one) for index, group in enumerate(groups) for one in group]
+    each = [one for group in groups for one in group]
     if not each:
         raise InvalidInputError("collate_trajectories() needs at least one trajectory, got none")
-    shape = len(each), max(len(one.token_ids) for _, one in each)
-    batch = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "attention_mask": torch.zeros(shape, dtype=torch.bool),
-        "loss_mask": torch.zeros(shape, dtype=torch.bool),
-        "rollout_logprobs": torch.zeros(shape),
-        "versions": torch.full(shape, NOT_SAMPLED, dtype=torch.int64),
-    }
-    for row, (_, one) in enumerate(each):
-        length = len(one.token_ids)
-        for name, values in (
-            ("input_ids", one.token_ids),
-            ("loss_mask", one.loss_mask),
-            ("rollout_logprobs", one.logprobs),
-            ("versions", one.versions),
-        ):
-            batch[name][row, :length] = torch.tensor(values)
-        batch["attention_mask"][row, :length] = True
-    return batch | {
-        "old_logprobs": batch["rollout_logprobs"].clone(),
-        "rewards": torch.tensor([float(one.reward) for _, one in each]),
-        "group": torch.tensor([index for index, _ in each]),
+    lengths = np.array([len(one.token_ids) for one in each])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+
+    def padded(entries: Iterable[list[Any]], dtype: type, padding: int = 0) -> Tensor:
+        # All rows at once: row by row it takes eight to ten times as long.
+        rows: Any = np.full(is_token.shape, padding, dtype)
+        rows[is_token] = np.fromiter(itertools.chain.from_iterable(entries), dtype, lengths.sum())
+        return torch.from_numpy(rows)
+
+    routes = joined_routes([one.routed_experts for one in each], is_token.shape)
+    rollout_logprobs = padded((one.logprobs for one in each), np.float32)
+    return {
+        "input_ids": padded((one.token_ids for one in each), np.int64),
+        "attention_mask": torch.from_numpy(is_token),
+        "loss_mask": padded((one.loss_mask for one in each), np.bool_),
+        "rollout_logprobs": rollout_logprobs,
+        "versions": padded((one.versions for one in each), np.int64, NOT_SAMPLED),
+        "old_logprobs": rollout_logprobs.clone(),
+        "rewards": torch.tensor([float(one.reward) for one in each]),
+        "group": torch.tensor([index for index, group in enumerate(groups) for _ in group]),
+        **({} if routes is None else {ROUTES: routes}),
+        **joined_inputs([one.inputs for one in each]),
     }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rlcore._torch_private import strided_split
+from rlcore._torch_private import root_of, strided_split
 from rlcore.errors import UnsupportedError
 from rlcore.weights.view import Box
 
@@ -49,18 +49,32 @@ def own_box(tensor: Tensor) -> Box:
 def boxes_of_ranks(tensor: DTensor, num_ranks: int) -> tuple[Bounds, ...] | None:
     """Return the box that each of ``num_ranks`` ranks holds; None where a rank holds no box of the tensor.
 
-    A scalar is one row. A rank outside of the tensor's mesh holds none of its rows.
+    A scalar is one row. A rank outside of the tensor's mesh holds none of its rows. Where that mesh has only some
+    dimensions of another, such as those of FSDP without that of tensor parallelism, the ranks along the others hold
+    the same.
     """
-    mesh = tensor.device_mesh.mesh
+    placements = _over_all(tensor)
+    mesh = root_of(tensor.device_mesh).mesh if len(placements) > len(tensor.placements) else tensor.device_mesh.mesh
     shape = tuple(tensor.shape) or (1,)
-    num_dims = max((dim + 1 for dim in map(_sharded_dim, tensor.placements) if dim is not None), default=1)
+    num_dims = max((dim + 1 for dim in map(_sharded_dim, placements) if dim is not None), default=1)
     found: list[Bounds] = [(0, 0)] * num_ranks
     for coordinate in itertools.product(*map(range, mesh.shape)):
-        bounds = _bounds(shape, tensor.placements, coordinate, mesh.shape)
+        bounds = _bounds(shape, placements, coordinate, mesh.shape)
         if bounds is None:
             return None
         found[int(mesh[coordinate])] = tuple(side for bound in bounds[:num_dims] for side in bound)
     return tuple(found)
+
+
+def _over_all(tensor: DTensor) -> list[Any]:
+    """Return a placement for each dimension of the mesh of which the tensor's has some dimensions."""
+    mesh = tensor.device_mesh
+    root = root_of(mesh)
+    names, placements = mesh.mesh_dim_names or (), list(tensor.placements)
+    if root is mesh or not names or not set(names) < set(root.mesh_dim_names or ()):
+        return placements
+    own = dict(zip(names, placements, strict=True))
+    return [own.get(name, Replicate()) for name in root.mesh_dim_names]
 
 
 def pairs_of(bounds: Bounds, shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -145,8 +159,9 @@ def is_first_copy(tensor: Tensor) -> bool:
     """Return True on one of the ranks that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
-    mesh = tensor.device_mesh
+    placements = _over_all(tensor)
+    mesh = root_of(tensor.device_mesh) if len(placements) > len(tensor.placements) else tensor.device_mesh
     return all(
         _sharded_dim(placement) is not None or mesh.get_local_rank(mesh_dim) == 0
-        for mesh_dim, placement in enumerate(tensor.placements)
+        for mesh_dim, placement in enumerate(placements)
     )

@@ -55,6 +55,16 @@ class WeightSource(Mapping[str, TensorSlices]):
         return len(self._named)
 
 
+def on_meta(source: WeightSource) -> dict[str, Tensor]:
+    """Return the tensors of a source without values."""
+    return {name: _without_values(found) for name, found in source.items()}
+
+
+def _without_values(found: TensorSlices) -> Tensor:
+    nothing = found.read((slice(0, 0),) if found.shape else ())  # safetensors tells a dtype by its own names
+    return torch.empty(found.shape, dtype=nothing.dtype, device="meta")
+
+
 def open_weights(module: TrainModule, dtype: torch.dtype) -> WeightSource:
     """Return the source of a module that is not sharded yet.
 

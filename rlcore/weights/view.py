@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from rlcore._torch_private import strided_split
 
 Adapters = Literal["merged", "base", "only"]
 """The weights of a module with adapters: with adapters merged, the base weights only, or the adapters only."""
@@ -81,9 +83,19 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor, without gradient; a sharded one is gathered by all ranks together."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
-            return tensor.full_tensor()
+            return _joined(tensor)
     gather: Callable[[], Tensor] | None = getattr(tensor, GATHER, None)
     return tensor.detach() if gather is None else gather()
+
+
+def _joined(tensor: DTensor) -> Tensor:
+    """Gather what FSDP has cut of the parts of tensor parallelism first: torch warns of doing both at once."""
+    for dim, placement in enumerate(tensor.placements):
+        if strided_split(placement) is not None:
+            tensor = tensor.redistribute(
+                placements=[*tensor.placements[:dim], Replicate(), *tensor.placements[dim + 1 :]]
+            )
+    return tensor.full_tensor()
 
 
 def seen_in(whole: Tensor, view: Tensor) -> Tensor:

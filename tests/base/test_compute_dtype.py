@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rlcore.compute_dtype import compute_dtype_of, stop_computing
+from rlcore.compute_dtype import as_stored, compute_dtype_of, stop_computing
 from rlcore.engines.fsdp2 import block_compiler
 from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.offload.standalone import offloaded
@@ -382,3 +382,18 @@ def test_what_is_frozen_is_not_cast() -> None:
     assert type(model.head) is nn.Linear
     assert model.head.weight.dtype == torch.bfloat16
     assert set(gradients(model)) == {name for name, _ in model.named_parameters()} - {"head.weight"} | {"loss"}
+
+
+def test_a_computing_module_is_read_as_stored_where_that_is_asked_for() -> None:
+    model = make()
+    with as_stored(model):
+        assert model.head.weight.dtype == torch.float32
+    model(torch.arange(ROWS))
+    assert model.head.weight.dtype == torch.bfloat16  # until the end of a backward
+    with pytest.raises(KeyError), as_stored(model):
+        assert model.head.weight.dtype == torch.float32
+        raise KeyError
+    assert model.head.weight.dtype == torch.bfloat16
+    stop_computing(model)
+    with as_stored(nn.Linear(2, 2)) as nothing:
+        assert nothing is None

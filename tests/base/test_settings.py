@@ -50,6 +50,8 @@ def test_every_variable_is_read() -> None:
         "RLCORE_SIMULATED": "1",
         "RLCORE_CACHE": "/cache",
         "RLCORE_RUNTIME": "/runtime",
+        "RLCORE_TRACE": "/trace",
+        "RLCORE_TRACE_KERNELS": "1",
         "RLCORE_VLLM_PLAIN_WEIGHTS": "1",
     }
     assert set(given) == set(VARIABLES)
@@ -63,6 +65,8 @@ def test_every_variable_is_read() -> None:
         simulated=True,
         cache=Path("/cache"),
         runtime=Path("/runtime"),
+        trace=Path("/trace"),
+        trace_kernels=True,
         vllm_plain_weights=True,
     )
 

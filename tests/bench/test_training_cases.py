@@ -26,13 +26,18 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CONTENDERS = {
     "train/dense_1.5b": [("torch FSDP2", "equal"), ("engine", "equal"), ("engine", "uneven")],
+    "train/long_sequence_32k": [
+        ("engine, Ulysses", None),
+        ("engine, tensor parallel", None),
+        ("engine on one device", None),
+    ],
     "train/materialize": [("engine", None)],
     "offload/trainer": [("engine", None)],
     "offload/training": [("no offload", None), ("offload after each step", None)],
 }
 
 
-SLOW = ("offload/trainer", "offload/training", "train/materialize")
+SLOW = ("offload/trainer", "offload/training", "train/long_sequence_32k", "train/materialize")
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")

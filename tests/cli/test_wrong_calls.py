@@ -85,6 +85,11 @@ USAGE = [
     ("chaos --fault magic", "no fault 'magic'"),
     ("version extra", "extra"),
     ("doctor --json extra", "extra"),
+    ("trace", "give a program to run, or --report with the folder of a trace"),
+    ("trace --report here true", "give a program to run, or --report with the folder of a trace"),
+    ("trace --picture a.png true", "it draws the traces of --report, of which there may be several"),
+    ("trace --report here --report mine", "it draws the traces of --report, of which there may be several"),
+    ("trace -o '' true", "the path is empty; give a name, or . for this folder"),
 ]
 """Command, and what the last line on standard error names. Exit code 2."""
 
@@ -116,6 +121,17 @@ COMMANDS = [
         "run/checkpoint/manifest.json has the format ''; this rlcore reads 'rlcore.checkpoint",
     ),
     ("quickstart --resume --output damaged", "damaged/run.json cannot be read: JSON is malformed: invalid character"),
+    ("trace nowhere.py", "the program to trace must be a Python file or a command, got 'nowhere.py', which is neither"),
+    (
+        "trace --report nowhere",
+        "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there; give the fold",
+    ),
+    (
+        "trace --report nowhere --picture a.png",
+        "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there",
+    ),
+    ("trace -o text.json true", "the folder of the trace {here}/text.json cannot be made: File exists"),
+    ("trace --report mine --record nowhere", "cannot read the benchmark record nowhere: No such file or directory"),
     ("devices tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
     ("devices cpu:999", "device 'cpu:999' does not exist; cpu has"),
     ("devices cpu:x", "a device is 'name' or 'name:index', such as 'cuda:1'; got 'cpu:x'"),
@@ -284,6 +300,8 @@ CALLS = [
     ("read(Path('text.json'))", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
     ("select_cases(['kernel'])", "no benchmark case 'kernel'; did you mean kernels"),
     ("QuickstartConfig(seed=-1)", "QuickstartConfig.seed must be a whole number in [0, 2**63), got -1"),
+    ("init(trace=3)", "init() takes a non-empty str or Path, or None as trace, got 3"),
+    ("init(trace='text.json')", "a trace is a folder that can be written, got '/"),
     ("init(address=3)", "init() takes a str, or None as address, got 3"),
     ("init(address='ray://a:1')", "address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got 'ray://a:1'"),
     ("init(launcher='process', address='auto')", "address is that of a Ray cluster, for launcher='ray', got launcher="),
@@ -294,6 +312,8 @@ CALLS = [
     ("build_train(sequence_parallel_size=0)", "sequence_parallel_size must be a whole number of at least 1, got 0"),
     ("build_train(sequence_parallel_size=True)", "sequence_parallel_size must be a whole number of at least 1, got Tr"),
     ("build_train(sequence_parallel_size=2)", "this engine has 2 workers; devices names 1: ['cpu:0']"),
+    ("build_train(tensor_parallel_size='2')", "tensor_parallel_size must be a whole number of at least 1, got '2'"),
+    ("build_train(expert_parallel_size=2)", "expert_parallel_size=2 must be a multiple of tensor_parallel_size=1, and"),
     ("build_train(replicas=1.5)", "replicas must be a whole number of at least 1, got 1.5"),
     ("build_train(executor='deepspeed', stage=4)", "stage must be 1, 2 or 3, the stage of ZeRO, got 4"),
     ("build_train(executor='deepspeed', config={'fp16': {}})", "config may not have 'fp16': there is no loss scaling"),

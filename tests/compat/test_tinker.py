@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +188,20 @@ async def _gives_up(answer: Any) -> bool:
     except TimeoutError:
         return True
     return False
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_stopped_is_replaced_and_its_sample_comes(path: Path) -> None:
+    sampler = {"devices": "cpu:1", "launcher": "process", "dtype": "float32"}
+    with tinker.ServiceClient(trainer={"devices": "cpu:0"}, sampler=sampler, unhealthy_after_s=5) as service:
+        client = service.create_sampling_client(base_model=str(path)).result()
+        prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(4, seed=3)
+        before = client.sample(prompt, 1, params).result(120)
+        host = service._hosts[str(path)]
+        os.kill(host.infer.executors[0].workers[0].process_id, signal.SIGSTOP)
+        after = client.sample(prompt, 1, params).result(120)
+        assert after.sequences[0].tokens == before.sequences[0].tokens
+        assert host._fleet.num_failures == 1
 
 
 def test_a_sample_that_close_cuts_short_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ NOT_RUN = {
         4: "lines for a program in training; tests/engines/test_train_checkpoints.py makes such calls",
         5: "lines for another program; tests/engines/test_checkpoint.py reads a checkpoint so",
     },
+    "docs/images.md": {0: "lines for a program with a processor; tests/engines/test_images.py makes such calls"},
     "docs/parallel.md": {
         0: "lines for a program with eight devices; tests/engines/test_train_sequence_parallel.py makes such calls"
     },
@@ -62,10 +63,12 @@ NOT_RUN = {
     },
     "docs/rollout.md": {
         0: "a function for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
-        1: "a class for a program with engines; tests/rollout/test_rollout_client.py makes such calls",
-        2: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
+        1: "a function for a program with engines; tests/rollout/test_lending.py makes such calls",
+        2: "a class for a program with engines; tests/rollout/test_rollout_client.py makes such calls",
+        3: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
     },
-    "docs/trl.md": {0: "a part of a program; tests/integrations/test_trl.py makes such calls"},
+    "docs/trace.md": {0: "a function for a program with a sampler; tests/cli/test_cli_trace.py makes such calls"},
+    "docs/trl.md": dict.fromkeys(range(2), "a part of a program; tests/integrations/test_trl.py makes such calls"),
     "docs/deepspeed.md": {0: "needs DeepSpeed; tests/engines/test_train_deepspeed.py makes such calls"},
     "docs/vllm.md": dict.fromkeys(range(6), "needs vLLM; tests marked vllm make such calls"),
     "docs/weight_sync.md": {

@@ -307,6 +307,17 @@ def test_vllm_range(version: str | None, status: str) -> None:
     assert status == "OK" or verdict.fix == "pip install 'vllm==0.33.*'"
 
 
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [(None, "OK"), ("0.5.14", "WARN"), ("0.5.15.post1", "WARN"), ("0.5.21", "OK"), ("0.5.23", "OK"), ("0.6.0", "WARN")],
+)
+def test_sglang_range(version: str | None, status: str) -> None:
+    verdict = packages.sglang({"sglang": version} if version else {})
+    assert verdict.status == status
+    assert status == "OK" or verdict.fix.endswith("pip install 'sglang==0.5.23'")
+    assert ("CVE" in verdict.found) is (version == "0.5.15.post1"), "of a version in the range"
+
+
 def test_the_page_of_support_claims_the_torch_that_the_doctor_accepts() -> None:
     rows = [line.split("|")[1:3] for line in SUPPORT.read_text().splitlines() if line.startswith("| torch 2")]
     claimed = {

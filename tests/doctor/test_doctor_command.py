@@ -101,7 +101,7 @@ def test_a_sound_machine_whose_gpus_are_hidden_warns_and_exits_with_0(machine: M
     assert report["schema"] == "rlcore.doctor/1"
     assert report["seconds"] < seconds
     assert {"python", "path of torch", "torch", "torch-npu", "CANN", "NPU driver", "triton", "vllm", "vllm-ascend",
-            "flash-attn", "driver", "ptxas", "nvcc",
+            "sglang", "flash-attn", "driver", "ptxas", "nvcc",
             "peer access", "shared memory", "locked memory", "open files", "leftovers", "allocator", "environment",
             "import torch", "plugins", "operators",
             "device cpu", "device cuda", "default device", "visible cuda", "ipc cpu"} <= set(checks)  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlcore.engines.sampling.hf.sampler import Sampler, uniform
+from rlcore.engines.sampling.draws import uniform
+from rlcore.engines.sampling.hf.sampler import Sampler
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.seeds import sample_keys
 from tests.accuracy import assert_within_rounding

@@ -211,7 +211,10 @@ def test_errors_of_generate_name_the_prompt_or_parameter(infer: rlcore.Inference
         (["1", [1.0]], r"prompt 1 must be a text or a list of token ids, got \[1\.0\]"),
         ([[True]], r"prompt 0 must be a text or a list of token ids, got \[True\]"),
         ([torch.tensor([1, 2])], r"prompt 0 must be a text or a list of token ids, got tensor\(\[1, 2\]\)"),
-        ([{"prompt_token_ids": [1]}], "prompt 0 must be a text or a list of token ids, got {"),
+        (
+            [{"prompt": "1"}],
+            "prompt 0 is a dict, which needs the token ids of one prompt as prompt_token_ids or input_ids",
+        ),
         ({"prompt": "1"}, "prompts must be a text or a list of texts or of lists of token ids, got {"),
         (3, "prompts must be a text or a list of texts or of lists of token ids, got 3"),
     ],

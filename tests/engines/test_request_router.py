@@ -216,4 +216,4 @@ def test_each_text_is_tokenised_by_one_replica_once(call: str) -> None:
     assert [output.prompt for output in outputs] == ["ab", None, "c", "ab"]
     assert [output.prompt_token_ids for output in outputs] == [[97, 98], [7, 8], [99], [97, 98]]
     assert sorted(text for replica in engine.replicas for text in replica.tokenized) == ["ab", "ab", "c"]
-    assert engine._router._texts == {}, "no text is kept of what has ended"
+    assert engine._router._prompts == {}, "no text is kept of what has ended"

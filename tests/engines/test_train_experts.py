@@ -102,6 +102,23 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(request.param, tmp_path_factory.mktemp(request.param), tiny_config)
 
 
+def test_a_derived_class_computes_experts_as_its_model_does(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model's own class has not been used before, and so has not said how."""
+    import transformers
+
+    known = "_can_set_experts_implementation_cached_value"
+    monkeypatch.delattr(transformers.Qwen3MoeForCausalLM, known, raising=False)
+
+    class Derived(HuggingFaceTrainModule, transformers.Qwen3MoeForCausalLM):
+        pass
+
+    with rlcore.meta_device():
+        made = Derived._from_config(config_of("Qwen3Moe", tiny_config))
+    assert made.config._experts_implementation == "grouped_mm"
+
+
 @pytest.fixture(autouse=True)
 def _same_runtime(short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))

@@ -415,6 +415,21 @@ def test_a_critic_is_one_more_train_engine(workers: int, qwen2_folder: Path, bui
 # --------------------------------------------------------------------------------------------------------- traces
 
 
+def test_a_model_made_of_its_configuration_computes_in_another_dtype_than_it_stores(qwen2_folder: Path) -> None:
+    """Its head is measured at the first loss, while reading a parameter gives a cast."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    class Policy(adamw_policy(Qwen2ForCausalLM)):  # type: ignore[misc]
+        def materialization_source(self) -> Path:
+            return qwen2_folder
+
+    with rlcore.meta_device():
+        module = Policy._from_config(Qwen2Config.from_pretrained(qwen2_folder))
+    with rlcore.TrainEngine(module) as engine:
+        engine.build(devices="cpu", launcher="inline", compute_dtype="bfloat16")
+        assert engine.train_batch(packed_batch(), ppo_clip())["grad_norm"] > 0
+
+
 def test_phases_are_named_in_traces(own_folder: Path, tmp_path: Path) -> None:
     device = rlcore.get_device("cpu")
     batch = packed_batch()

@@ -26,6 +26,8 @@ from .train_batches import VOCAB, packed_batch
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
 Build = Callable[..., rlcore.TrainEngine]
+NEXT_DEVICES = (2, 3, 6, 7, 0, 1)
+"""Those of engines with more workers than two."""
 
 
 class Place(NamedTuple):
@@ -191,9 +193,11 @@ def engines_of(policy: Any, folder: Path, shared_devices: Sequence[str], runtime
                 with rlcore.meta_device():
                     module = policy.from_pretrained(folder)
                 engine = stack.enter_context(rlcore.TrainEngine(module))
-                on_host = ["cpu:0"] if workers == 1 else [*shared_devices, "cpu:2", "cpu:3"]
+                on_host = ["cpu:0"] if workers == 1 else [*shared_devices, *(f"cpu:{index}" for index in NEXT_DEVICES)]
                 devices = on_host if device == "cpu" else [f"{device}:{index}" for index in range(workers)]
-                shards = workers // options.get("replicas", 1) // options.get("sequence_parallel_size", 1)
+                shards = workers
+                for name in ("replicas", "sequence_parallel_size", "tensor_parallel_size"):
+                    shards //= options.get(name, 1)
                 engine.build(devices=devices[:workers], data_parallel_size=shards, timeout_s=250, **options)
                 engine.initial = engine.state_dict()  # type: ignore[attr-defined]
                 engines[key] = engine

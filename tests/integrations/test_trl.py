@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from tests.accuracy import assert_as_accurate, assert_within_rounding
+from tests.engines.sampling.vllm.server import Server
+from tests.engines.sampling.vllm.stock import environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # TRL warns of what it will change
 trl = pytest.importorskip("trl", reason="TRL is not installed: make test-slow, or pip install '.[trl]'")
@@ -25,9 +28,10 @@ datasets = pytest.importorskip("datasets")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL warns of a vLLM that is newer than it
+    from trl.generation.vllm_client import VLLMClient
     from trl.trainer.utils import FusedCausalLMOutput
 
-    from rlcore.integrations.trl import RlcoreGRPOTrainer, accelerate_trl
+    from rlcore.integrations.trl import RlcoreGRPOTrainer, _use_plan, accelerate_trl, weights_by_rlcore
 
 PROMPT, COMPLETION = 6, 9
 LOSSES: dict[str, dict[str, Any]] = {
@@ -288,13 +292,56 @@ def test_another_object_is_refused() -> None:
         accelerate_trl("trainer", offload_optimizer="yes")  # type: ignore[type-var]
 
 
-def test_a_server_is_refused_and_the_trainer_stays_as_it_was(make: Make) -> None:
+def test_a_server_that_takes_weights_of_trl_is_refused_and_the_trainer_stays_as_it_was(make: Make) -> None:
     trainer = make()
-    trainer.use_vllm, trainer.vllm_generation = True, type("Served", (), {"mode": "server"})()
+    client = SimpleNamespace(communicator="a group of NCCL")
+    trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(mode="server", vllm_client=client)
     before = vars(trainer).copy(), trainer.model.forward
-    with pytest.raises(UnsupportedError, match=r'accelerate_trl\(\) with vllm_mode="server".* docs/vllm\.md'):
+    with pytest.raises(UnsupportedError, match=r'accelerate_trl\(\) with vllm_mode="server".*docs/trl\.md'):
         accelerate_trl(trainer)
     assert (vars(trainer), trainer.model.forward) == before
+
+
+@pytest.mark.parametrize("config", [None, {"backend": "nccl"}])
+def test_a_server_with_another_weight_transfer_is_named_with_what_to_start_it_with(config: Any) -> None:
+    client: Any = VLLMClient.__new__(VLLMClient)
+    client.base_url, client.get_server_info = "http://there", lambda: {"weight_transfer_config": config}
+    original = VLLMClient.init_communicator
+    refused = pytest.raises(
+        UnsupportedError, match=r"server at http://there.* restart it with --weight-transfer-config"
+    )
+    with refused, weights_by_rlcore():
+        client.init_communicator(device="cpu")
+    assert VLLMClient.init_communicator is original
+
+
+def test_vllm_of_this_process_writes_text_only_where_strings_stop_it() -> None:
+    for given, expected in (
+        ({"ignore_eos": True}, {"detokenize": False, "ignore_eos": True}),
+        ({"stop": ["="]}, {"stop": ["="]}),
+        ({"detokenize": True}, {"detokenize": True}),
+    ):
+        generation = SimpleNamespace(mode="colocate", generation_kwargs=given)
+        _use_plan(generation)
+        assert generation.generation_kwargs == expected
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_server_samples_with_the_weights_of_the_trainer(make: Make, folder: Path, tmp_path: Path) -> None:
+    """By TRL's own figure, as in the test below."""
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    options = ["--logprobs-mode", "processed_logprobs", "--max-model-len", "32"]
+    server = Server(folder, tmp_path / "log", environment(installed), *options)
+    with contextlib.ExitStack() as ended:
+        ended.callback(server.close)
+        server.wait()
+        served = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+        trainer = make(RlcoreGRPOTrainer, **served, learning_rate=1e-2)
+        trainer.train()
+    moved = [line["sampling/sampling_logp_difference/max"] for line in trainer.state.log_history[:-1]]
+    assert len(moved) == 3 and max(moved) < 0.02, moved
 
 
 @pytest.mark.vllm

@@ -4,12 +4,14 @@ import math
 import re
 
 import pytest
+import torch
 
 from rlcore.errors import InvalidInputError
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 
-from rlcore.kernels.linear.tile_budget import rows_scored_at_once, strip_fitting
+from rlcore.kernels.linear import tile_budget
+from rlcore.kernels.linear.tile_budget import budget_of, free_bytes, rows_scored_at_once, strip_fitting
 
 V = 151936
 NUM_TILES = math.ceil(V / 256)
@@ -50,3 +52,45 @@ def test_the_least_budget_that_an_error_names_is_enough(num_rows: int) -> None:
 def test_scores_alone_need_statistics_alone(num_rows: int, budget: int) -> None:
     rows = rows_scored_at_once(num_rows, V, budget)
     assert rows > 0 and taken(num_rows, 0, rows) <= budget
+
+
+@pytest.mark.parametrize(
+    ("free", "num_rows", "expected"),
+    [
+        (None, 8192, 2**30),
+        (80 * 2**30, 8192, 2**30),
+        (4 * 2**30, 8192, 2**30),
+        (3 * 2**30, 8192, 3 * 2**28),
+        (2**30, 8192, 300 * 2**20),
+        (0, 8192, 300 * 2**20),
+        (0, 2**17, 8 * 2**17 * 516),  # eight tiles of each row
+        (0, 2**20, 2**30),
+    ],
+)
+def test_a_budget_that_nobody_gave_falls_where_the_device_is_short(
+    free: int | None, num_rows: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_budget, "free_bytes", lambda device: free)
+    budget = budget_of(None, num_rows, torch.device("cuda", 0))
+    assert budget == expected
+    columns, _ = strip_fitting(num_rows, V, budget)
+    assert columns >= 256
+    assert budget_of(12345, num_rows, torch.device("cuda", 0)) == 12345
+
+
+def test_what_the_cache_of_torch_holds_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        is_capturing = False
+        mem_get_info = staticmethod(lambda device: (1000, 9000))
+        memory_reserved = staticmethod(lambda device: 700)
+        memory_allocated = staticmethod(lambda device: 300)
+
+        @classmethod
+        def is_current_stream_capturing(cls) -> bool:
+            return cls.is_capturing
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert free_bytes(torch.device("cuda", 0)) == 1400
+    monkeypatch.setattr(Module, "is_capturing", True)
+    assert free_bytes(torch.device("cuda", 0)) is None, "a graph is not asked for what it would never ask again"
+    assert free_bytes(torch.device("cpu")) is None

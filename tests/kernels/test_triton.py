@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="triton has no build for this plat
 
 
 INTERPRETED = ["interpreted_triton.py", "interpreted_scans.py", "interpreted_limits.py", "test_strided_copy.py"]
+INTERPRETED += ["test_quantized_copy.py"]
 
 
 @pytest.mark.slow

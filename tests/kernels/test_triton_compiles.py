@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="triton has no build for this platform")
 
@@ -15,6 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from rlcore.kernels.linear import triton_tile_gradients, triton_tiles  # noqa: E402
+from rlcore.kernels.strided_copy import triton_quantized  # noqa: E402
 from rlcore.registry import launch  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
     NONE,
@@ -27,7 +29,7 @@ from tests.kernels.triton_cases import (  # noqa: E402
     portable_files,
 )
 
-TILES = triton_tiles.PRODUCT
+TILES = triton_tiles.product_tile("cpu")
 HIDDEN = f"tensordesc<bf16[{TILES['BT']},{TILES['BH']}]>"
 WEIGHT = f"tensordesc<bf16[{TILES['BV']},{TILES['BH']}]>"
 STORED = f"[{TILES['BT']},{TILES['BV']}]>"
@@ -57,6 +59,9 @@ TILED = {
 }
 """The copy engine's tiles are for Hopper, and so far only there: see target.tiled_refusal."""
 
+_SIZES = dict.fromkeys(["rows", "columns", "row_blocks", "groups"], "i32")
+_QUANTIZED = _SIZES | {"table": "*i64", "largest": "*i32", "weight": "*u8"}
+
 KERNELS = PORTABLE | TILED | {
     "merge of tiles": Case(
         triton_tiles._merge_kernel,
@@ -80,6 +85,21 @@ KERNELS = PORTABLE | TILED | {
         fixed(BT=triton_tile_gradients._TARGET_ROWS),
     ),
 }  # fmt: skip
+FLOAT8 = {
+    f"{kernel.__name__} in groups of {group}": Case(
+        kernel,
+        {name: kind for name, kind in _QUANTIZED.items() if name in kernel.arg_names},
+        fixed(**triton_quantized.compile_options(torch.bfloat16, torch.bfloat16, group, is_aligned=True)),
+    )
+    for group in (128, 16)
+    for kernel in (
+        triton_quantized._blocks_kernel,
+        triton_quantized._largest_kernel,
+        triton_quantized._whole_kernel,
+    )
+}
+"""From architecture 89 on a device converts float8."""
+KERNELS |= FLOAT8
 QUICK_ARCH = 90
 QUICK = {"statistics of rows", "statistics of tiles", "merge of tiles", "advantages of groups"}
 """A kernel of rows, of tiles, of what tiles leave, and of none of them; most take a second and more."""
@@ -87,7 +107,7 @@ QUICK_64 = "statistics of rows"
 CASES = [
     pytest.param(name, arch, marks=() if arch == QUICK_ARCH and name in QUICK else pytest.mark.slow)
     for name in KERNELS
-    for arch in ((90, 100) if name in TILED else (80, 90, 100))
+    for arch in ((90, 100) if name in TILED | FLOAT8 else (80, 90, 100))
 ]
 
 

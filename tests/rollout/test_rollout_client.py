@@ -221,3 +221,18 @@ def test_trajectories_that_are_none_are_refused() -> None:
         Trajectory([1], [True], [0.0], [0], reward=float("nan"))
     with pytest.raises(InvalidInputError, match="needs at least one trajectory, got none"):
         collate_trajectories([[]])
+
+
+def test_turns_keep_the_experts_with_which_each_token_was_sampled() -> None:
+    def sampled(tokens: list[int], ran: int, expert: int) -> Completion:
+        spans = (VersionSpan(0, 0, len(tokens)),)
+        return Completion(tokens, [-1.0] * len(tokens), "", "stop", spans, torch.full((ran, 2, 1), expert))
+
+    first = Trajectory.of([1, 2], sampled([3, 4], ran=3, expert=5))
+    both = first.followed_by([1, 2, 3, 4, 6], sampled([7, 8], ran=6, expert=9))
+    assert both is not None
+    assert both.routed_experts is not None
+    assert both.routed_experts[:, 0, 0].tolist() == [5, 5, 5, 9, 9, 9]
+    assert both.plain()["routed_experts"] is None
+    routes = collate_trajectories([[both, Trajectory([1], [True], [-1.0], [0])]])["routed_experts"]
+    assert routes[:, :, 1, 0].tolist() == [[5, 5, 5, 9, 9, 9, -1], [-1] * 7]

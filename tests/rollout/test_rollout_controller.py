@@ -318,6 +318,25 @@ def test_the_requests_of_a_dead_or_silent_engine_go_elsewhere_and_it_comes_back_
         until(lambda: all(engine.num_under_way for engine in engines))
 
 
+def test_requests_that_an_engine_never_answers_to_have_got_go_to_another() -> None:
+    """As those that a process is sent just when it is stopped."""
+    engines, silence = [SimulatedEngine(step_s=0.001), SimulatedEngine(step_s=0.001)], threading.Event()
+    stopped = threading.Event()
+
+    def submit(*_: Any, **__: Any) -> list[int]:
+        stopped.set()
+        silence.wait()
+        return [1]
+
+    engines[0].submit = submit  # type: ignore[method-assign]
+    with controller(engines, batch_size=4, unhealthy_after_s=0.05) as rollout:
+        numbers = [rollout.submit(20) for _ in range(4)]
+        assert stopped.wait(30)
+        assert sorted(one.number for one in rollout.wait(timeout_s=60)) == numbers
+        assert (rollout.stats.engine_failures, rollout.stats.tokens_discarded) == (1, 0)
+        silence.set()
+
+
 def test_without_an_engine_wait_says_so_and_the_next_update_brings_it_back() -> None:
     engine = SimulatedEngine(step_s=0.001)
     with controller(engine, batch_size=2) as rollout:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlcore.bench.cases.models import LEARNING_RATE, learner
 from rlcore.bench.cases.peers.race import PHASES, RaceLoad
@@ -19,13 +18,18 @@ from rlcore.bench.cases.timing import PeakWatch, PhaseTimes
 from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.train import TrainEngine
+from rlcore.kernels.losses.importance import tis
+from rlcore.kernels.losses.on_policy import on_policy
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.kernels.returns.group_advantage import group_advantage
 from rlcore.registry import get_device, resolve
 
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
-_POLL_S = 0.02
+_IMPORTANCE_CAP = 3.0
+"""The highest weight of a token for the difference between sampler and trainer."""
+_POLL_S = 0.1  # more often, it would keep the interpreter from vLLM's loop
 _NUM_SPECIAL = 2
 
 
@@ -108,61 +112,80 @@ def _max_length(load: RaceLoad) -> int:
 def rlcore_side(load_json: str, result: str) -> None:
     """Make the steps with rlcore's engines: compiled blocks, bfloat16 computation, float32 weights and Adam."""
     load = RaceLoad(**json.loads(load_json))
-    device = get_device(load.device)
-    watch, tokenizer = Stopwatch(device), _tokenizer(load)
-    policy = learner(load.folder, weight_decay=0.0, fused=True)
-    train, infer = TrainEngine(policy), InferenceEngine(load.folder, executor="vllm")
-    is_host = device.spec.is_host
-    train.build(
-        devices=load.device,
-        dtype="float32",
-        compute_dtype="float32" if is_host else "bfloat16",
-        activation_checkpointing="selective" if load.recomputes else False,
-        compile=not is_host,
-        onload=not load.offloads,
-    )
-    infer.build(
-        colocate_with=train,
-        dtype="float32" if is_host else "bfloat16",
-        max_model_len=_max_length(load),
-        max_num_seqs=load.prompts * load.samples,
-        kv_cache_memory_bytes=load.kv_cache_bytes,
-        enforce_eager=is_host,
-    )
-    sampling = {"n": load.samples, "max_tokens": load.new_tokens, "ignore_eos": True}
-    parity = 0.0
-    for number in range(load.steps):
+    watch, loop = Stopwatch(get_device(load.device)), RlcoreLoop(load)
+    for _ in range(load.steps):
         watch.begin()
+        loop.step(watch)
+        watch.end()
+    watch.write(Path(result), loop.parity())
+    loop.close()
+
+
+class RlcoreLoop:
+    """Trainer and vLLM on one device, and the steps that they make in turn."""
+
+    def __init__(self, load: RaceLoad) -> None:
+        self._load = load
+        is_host = get_device(load.device).spec.is_host
+        self._tokenizer = _tokenizer(load)
+        self.train = TrainEngine(learner(load.folder, weight_decay=0.0, fused=True))
+        self.infer = InferenceEngine(load.folder, executor="vllm")
+        self.train.build(
+            devices=load.device,
+            dtype="float32",
+            compute_dtype="float32" if is_host else "bfloat16",
+            activation_checkpointing="selective" if load.recomputes else False,
+            compile=not is_host,
+            onload=not load.offloads,
+        )
+        self.infer.build(
+            colocate_with=self.train,
+            dtype="float32" if is_host else "bfloat16",
+            max_model_len=_max_length(load),
+            max_num_seqs=load.prompts * load.samples,
+            kv_cache_memory_bytes=load.kv_cache_bytes,
+            enforce_eager=is_host,
+        )
+
+    def step(self, watch: Stopwatch) -> None:
         with watch.phase("generate"):
-            outputs = infer.generate(_prompts(load), {**sampling, "seed": number}, progress=False)
-        texts = [tokenizer.batch_decode([answer.token_ids for answer in output.outputs]) for output in outputs]
+            outputs = self._sampled(_prompts(self._load))
+        texts = [self._tokenizer.batch_decode([answer.token_ids for answer in output.outputs]) for output in outputs]
         rewards = torch.tensor([[_reward(text) for text in answers] for answers in texts])
         batch = collate(outputs, advantages=group_advantage(rewards))
-        infer.meta()
-        if load.offloads:
-            train.onload()
-        most = load.sequences_at_once * _max_length(load)
-        with watch.phase("old_logprob"):
-            old = train.forward_logprobs(batch, max_tokens_per_micro_batch=most)
-        parity = _difference(old, batch["old_logprobs"], batch["loss_mask"])
-        loss = ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH)
-        train.train_batch({**batch, "old_logprobs": old}, loss, max_tokens_per_micro_batch=most)
-        if load.offloads:
-            train.offload("optimizer", "grads")
-        infer.onload("weights")
+        batch["rollout_logprobs"] = batch.pop("old_logprobs")
+        self.infer.meta()
+        if self._load.offloads:
+            self.train.onload()
+        # One optimizer step a batch: the old policy is the one that is trained, and needs no pass of its own.
+        loss = on_policy(tis(ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH), cap=_IMPORTANCE_CAP))
+        self.train.train_batch(batch, loss, max_tokens_per_micro_batch=self._most_tokens())
+        if self._load.offloads:
+            self.train.offload("optimizer", "grads")
+        self.infer.onload("weights")
         with watch.phase("sync"):
-            train.sync_weights(infer)
-        if load.offloads:
-            train.offload()
-        infer.onload("kv_cache")
-        watch.end()
-    watch.write(Path(result), parity)
-    train.close()
-    infer.close()
+            self.train.sync_weights(self.infer)
+        if self._load.offloads:
+            self.train.offload()
+        self.infer.onload("kv_cache")
 
+    def parity(self) -> float:
+        """Return the mean difference of log-probs, in nats a token, of vLLM and the trainer after the last sync."""
+        batch = collate(self._sampled(_prompts(self._load)[:1]))
+        self.train.onload()
+        scored = self.train.forward_logprobs(batch, max_tokens_per_micro_batch=self._most_tokens())
+        return float((scored - batch["old_logprobs"]).abs()[batch["loss_mask"]].mean())
 
-def _difference(one: Tensor, other: Tensor, mask: Tensor) -> float:
-    return float((one - other).abs()[mask].mean())
+    def close(self) -> None:
+        self.train.close()
+        self.infer.close()
+
+    def _sampled(self, prompts: list[list[int]]) -> list[RequestOutput]:
+        options = {"n": self._load.samples, "max_tokens": self._load.new_tokens, "ignore_eos": True}
+        return self.infer.generate(prompts, options, progress=False)
+
+    def _most_tokens(self) -> int:
+        return self._load.sequences_at_once * _max_length(self._load)
 
 
 # ---------------------------------------------------------------------------------------------------------- TRL
@@ -217,6 +240,8 @@ def _run_trl(load_json: str, result: str, adopt: Callable[[Any], Any]) -> None:
         lr_scheduler_type="constant",
         epsilon=_CLIP_LOW,
         epsilon_high=_CLIP_HIGH,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=_IMPORTANCE_CAP,
         gradient_checkpointing=load.recomputes,
         bf16=not is_host,
         use_cpu=is_host,

@@ -37,7 +37,6 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 _WAITING_RANKS = 100_000
 """How many questions the store actor may hold at one time; one that waits costs no thread."""
 _LOCAL = {
-    "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # Ray would end an agent with all its workers to free memory
     "RAY_raylet_start_wait_time_s": "300",  # Ray's own times, of 30 s each, are too short for a busy host
@@ -215,7 +214,7 @@ def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster
         if _clusters:
             return _clusters[0]
         if address is None:
-            choose_token()
+            set_local_variables()
         ray = _import_ray()
         is_own = not ray.is_initialized()
         if is_own and address is None:
@@ -247,11 +246,14 @@ def disconnect() -> None:
             _clusters.pop().close()
 
 
-def choose_token() -> None:
-    """Choose a token for a local cluster, which no file has. Ray reads most variables once, when it is imported."""
-    if "ray" in sys.modules:
-        return
-    variables = {**_LOCAL, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+def set_local_variables() -> None:
+    """Set the variables of a local cluster, and choose a token for it, which no file has.
+
+    Ray reads those of the token when it is imported: a program that has imported it keeps the token that Ray has.
+    """
+    variables = dict(_LOCAL)
+    if "ray" not in sys.modules:
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({name: os.environ.get(name, value) for name, value in variables.items()})
 
 

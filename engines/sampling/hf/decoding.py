@@ -9,7 +9,7 @@ V = vocabulary, E = stop tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from rlcore.engines.sampling.completion import VersionSpan
+from rlcore.engines.sampling.hf.prompt_images import PromptImages
 from rlcore.engines.sampling.hf.sampler import Sampler
 from rlcore.engines.sampling.hf.schedule import SampleRequest
+from rlcore.engines.sampling.prompts import inputs_of
 from rlcore.errors import RlcoreError
+from rlcore.image_inputs import ImageInputs
+from rlcore.routing.record import RouteRecorder
 
 # Activations of one forward pass: at 16384 tokens a 7B model's widest layer takes 0.6 GB in bfloat16.
 _MAX_PREFILL_TOKENS = 16384
@@ -37,6 +41,8 @@ class Decoded:
     is_stopped: bool
     """The last token is a stop token."""
     spans: tuple[VersionSpan, ...]
+    routed_experts: Tensor | None = None
+    """[tokens, layers, experts a token], of all tokens that ran."""
 
 
 @dataclass(slots=True)
@@ -46,7 +52,8 @@ class _DecodingRows:
     sample_B: Tensor
     """Index of the sample that the row makes."""
     is_alive_B: Tensor
-    prompt_length_B: Tensor
+    first_position_B: Tensor
+    """The position of the first new token; an image may have fewer positions than tokens."""
     max_tokens_B: Tensor
     stop_BE: Tensor
     mask_BL: Tensor | None
@@ -55,7 +62,7 @@ class _DecodingRows:
     def select(self, index_B: Tensor) -> None:
         self.sample_B = self.sample_B[index_B]
         self.is_alive_B = self.is_alive_B[index_B]
-        self.prompt_length_B = self.prompt_length_B[index_B]
+        self.first_position_B = self.first_position_B[index_B]
         self.max_tokens_B = self.max_tokens_B[index_B]
         self.stop_BE = self.stop_BE[index_B]
         if self.mask_BL is not None:
@@ -75,13 +82,19 @@ class BatchDecoder:
         *,
         eos_token_ids: Sequence[int],
         max_positions: int | None,
+        images: ImageInputs | None = None,
+        recorder: RouteRecorder | None = None,
     ) -> None:
-        self._module = module
+        self._module, self._recorder = module, recorder
+        self._prompt_routes: list[Tensor] = []  # [P, columns, layers, experts] of each part of the prompts
+        self._step_routes: list[Tensor] = []  # [N, layers, experts] of each new token that ran
         self._samples = samples
         self._max_positions = max_positions
         self._device: torch.device = module.get_input_embeddings().weight.device
         self._prompts = list(dict.fromkeys(sample.prompt for sample in samples))
         self._num_prompt_columns = max(map(len, self._prompts))
+        has_images = images is not None and any(map(inputs_of, self._prompts))
+        self._images = PromptImages(images, self._prompts, self._device) if images is not None and has_images else None
         self._num_steps = max(sample.params.max_tokens for sample in samples)
         params = [sample.params for sample in samples]
         self._sampler = Sampler(params, [sample.key for sample in samples], self._device)
@@ -183,12 +196,15 @@ class BatchDecoder:
         token_PL, mask_PL = self._padded_prompts()
         position_PL = (mask_PL.long().cumsum(1) - 1).clamp_(min=0)
         num_columns = self._num_prompt_columns
-        chunk = max(1, _MAX_PREFILL_TOKENS // len(self._prompts))
+        # An image is read whole, so that prompts with images are not cut.
+        chunk = max(1, _MAX_PREFILL_TOKENS // len(self._prompts)) if self._images is None else num_columns
         is_padded = any(len(prompt) < num_columns for prompt in self._prompts)
         for start in range(0, num_columns, chunk):
             end = min(start + chunk, num_columns)
             visible = mask_PL[:, :end] if is_padded else None
-            logits_PV = self._forward(token_PL[:, start:end], position_PL[:, start:end], visible)
+            inputs = {} if self._images is None else self._images.arguments(num_columns)
+            logits_PV, routes = self._forward(token_PL[:, start:end], position_PL[:, start:end], visible, inputs)
+            self._prompt_routes += [] if routes is None else [routes]
         index_of = {prompt: index for index, prompt in enumerate(self._prompts)}
         prompt_N = self._tensor([index_of[sample.prompt] for sample in self._samples])
         self._cache.reorder_cache(prompt_N)
@@ -201,7 +217,7 @@ class BatchDecoder:
         return _DecodingRows(
             sample_B=torch.arange(num_samples, device=self._device),
             is_alive_B=torch.ones(num_samples, dtype=torch.bool, device=self._device),
-            prompt_length_B=self._tensor([len(sample.prompt) for sample in self._samples]),
+            first_position_B=self._tensor([self._first_position(sample.prompt) for sample in self._samples]),
             max_tokens_B=self._tensor([sample.params.max_tokens for sample in self._samples]),
             stop_BE=self._stop_NE,
             mask_BL=mask_NL,
@@ -209,27 +225,48 @@ class BatchDecoder:
 
     def _advance(self, token_B: Tensor, rows: _DecodingRows, step: int) -> Tensor:
         """Return the logits of the next token, given the one at ``step``."""
-        position_B = rows.prompt_length_B + step
+        position_B = rows.first_position_B + step
         if self._max_positions is not None:
             # A row that ended may wait for the others beyond the last position the model has.
             position_B = position_B.clamp(max=self._max_positions - 1)
         num_columns = self._num_prompt_columns + step + 1
         visible = None if rows.mask_BL is None else rows.mask_BL[:, :num_columns]
-        return self._forward(token_B[:, None], position_B[:, None], visible)
-
-    def _forward(self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None) -> Tensor:
-        """Return the logits [B, V] of the last column; the cache grows by the columns given."""
-        output = self._module(
-            input_ids=token_BL,
-            position_ids=position_BL,
-            attention_mask=mask_BL,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self._cache = output.past_key_values
-        logits_BV: Tensor = output.logits[:, -1]
+        logits_BV, routes = self._forward(token_B[:, None], position_B[:, None], visible, {})
+        if routes is not None:
+            of_samples = routes.new_zeros(len(self._samples), *routes.shape[2:])
+            self._step_routes.append(of_samples.index_copy_(0, rows.sample_B, routes[:, 0]))
         return logits_BV
+
+    def _first_position(self, prompt: Sequence[int]) -> int:
+        return len(prompt) if self._images is None else self._images.first_position(prompt)
+
+    def _forward(
+        self, token_BL: Tensor, position_BL: Tensor, mask_BL: Tensor | None, further: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits [B, V] of the last column, and the experts [B, L, layers, experts] if they are recorded.
+
+        The cache grows by the columns given.
+
+        Args:
+            further: arguments of the model beside these; they may replace the positions.
+        """
+        inputs = {
+            "input_ids": token_BL,
+            "position_ids": position_BL,
+            "attention_mask": mask_BL,
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+            **further,
+        }
+        routes = None
+        if self._recorder is None:
+            output = self._module(**inputs)
+        else:
+            output, route_R = self._recorder.run(**inputs)
+            routes = route_R.view(*token_BL.shape, *route_R.shape[1:])
+        self._cache = output.past_key_values
+        return output.logits[:, -1], routes
 
     def _padded_prompts(self) -> tuple[Tensor, Tensor]:
         width = self._num_prompt_columns
@@ -260,9 +297,24 @@ class BatchDecoder:
             strict=True,
         )
         return [
-            Decoded(tokens[:n], logprobs[:n], stopped, _spans(self._version_S[:n]))
-            for tokens, logprobs, n, stopped in columns
+            Decoded(tokens[:n], logprobs[:n], stopped, _spans(self._version_S[:n]), routes)
+            for (tokens, logprobs, n, stopped), routes in zip(
+                columns, self._routes(samples, length_N.tolist()), strict=True
+            )
         ]
+
+    def _routes(self, samples: Sequence[int], lengths: Sequence[int]) -> list[Tensor | None]:
+        """Return the experts of the tokens of each sample that ran: all but its last one."""
+        if self._recorder is None:
+            return [None] * len(samples)
+        found: list[Tensor | None] = []
+        prompts = torch.cat(self._prompt_routes, dim=1).cpu()
+        steps = [route_N.cpu() for route_N in self._step_routes]
+        for sample, length in zip(samples, lengths, strict=True):
+            prompt = self._samples[sample].prompt
+            of_prompt = prompts[self._prompts.index(prompt), self._num_prompt_columns - len(prompt) :]
+            found.append(torch.stack([*of_prompt, *(route_N[sample] for route_N in steps[: length - 1])]))
+        return found
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, device=self._device)

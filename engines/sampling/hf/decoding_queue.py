@@ -14,7 +14,7 @@ from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.hf.decoding import BatchDecoder, Decoded
 from rlcore.engines.sampling.hf.schedule import SampleRequest
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt
+from rlcore.engines.sampling.prompts import Prompt, as_key
 from rlcore.engines.sampling.request_queue import PausableQueue
 from rlcore.engines.sampling.seeds import sample_keys, seeds_of_each
 
@@ -83,7 +83,7 @@ class DecodingQueue(PausableQueue):
                 prompt if isinstance(prompt, str) else None, list(token_ids), one.n
             )
             self._waiting += [
-                SampleRequest(number, index, tuple(token_ids), one, key)
+                SampleRequest(number, index, as_key(token_ids), one, key)
                 for index, key in enumerate(sample_keys(token_ids, seed=seed, n=one.n))
             ]
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from rlcore.activations import recording
 from rlcore.arguments import COUNT
 from rlcore.engines.executors.base import InferenceExecutor
 from rlcore.engines.launchers.worker import WorkerContext
@@ -39,6 +41,8 @@ from rlcore.errors import (
     UnsupportedError,
     one_line,
 )
+from rlcore.image_inputs import ImageInputs
+from rlcore.routing.record import RouteRecorder
 from rlcore.weights.names import mismatch
 
 # Fractions of the free device memory. A step copies one layer's cache while it grows, and the allocator keeps blocks of
@@ -59,6 +63,8 @@ class HfOptions:
     """Most completions that are decoded together; None fits a quarter of the free device memory."""
     max_num_tokens: int | None = None
     """Most tokens that are cached at a time; None fits half of the free device memory."""
+    enable_return_routed_experts: bool = False
+    """Completions have the experts of each token; vLLM's name."""
 
     def __post_init__(self) -> None:
         _dtype(self.dtype)
@@ -66,6 +72,9 @@ class HfOptions:
             value = getattr(self, name)
             if value is not None and not COUNT.has(value):
                 raise InvalidInputError(f"{name} must be {COUNT.words} or None, got {value!r}")
+        if not isinstance(self.enable_return_routed_experts, bool):
+            given = self.enable_return_routed_experts
+            raise InvalidInputError(f"enable_return_routed_experts must be True or False, got {given!r}")
 
 
 class HfExecutor(InferenceExecutor):
@@ -104,8 +113,9 @@ class HfExecutor(InferenceExecutor):
         text_config = module.config.get_text_config()
         self._vocab_size = folder.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-        self._reader = PromptReader(folder, self._max_positions)
+        self._reader = PromptReader(folder, self._max_positions, images=ImageInputs.of(module))
         self._max_num_seqs, self._max_num_tokens = chosen.max_num_seqs, chosen.max_num_tokens
+        self._recorder = RouteRecorder(module) if chosen.enable_return_routed_experts else None
         self._cached_token_bytes = self._measure_cached_token()
         self._queue = DecodingQueue(
             read=self._reader.read,
@@ -141,7 +151,7 @@ class HfExecutor(InferenceExecutor):
     def check_prompts(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, numbers: Sequence[int]
     ) -> list[Sequence[int]]:
-        return self._reader.read(prompts, params, numbers)
+        return [list(token_ids) for token_ids in self._reader.read(prompts, params, numbers)]
 
     def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
@@ -160,6 +170,12 @@ class HfExecutor(InferenceExecutor):
             replace(output, prompt=prompt if isinstance(prompt, str) else None)
             for output, prompt in zip(outputs, prompts, strict=True)
         ]
+
+    def activations(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
+        tokens = torch.tensor([list(token_ids)], device=self.device.torch_device)
+        with torch.inference_mode(), recording(self.module) as found:
+            self.module(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return found
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, version: int
@@ -182,7 +198,14 @@ class HfExecutor(InferenceExecutor):
         self._queue.resume()
 
     def _decoder(self, module: Any, batch: Sequence[SampleRequest]) -> BatchDecoder:
-        return BatchDecoder(module, batch, eos_token_ids=self._reader.stop_token_ids, max_positions=self._max_positions)
+        return BatchDecoder(
+            module,
+            batch,
+            eos_token_ids=self._reader.stop_token_ids,
+            max_positions=self._max_positions,
+            images=self._reader.images,
+            recorder=self._recorder,
+        )
 
     def _outputs(self, samples: list[SampleRequest], decoded: Mapping[tuple[int, int], Decoded]) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
@@ -194,7 +217,11 @@ class HfExecutor(InferenceExecutor):
 
     def _completion(self, decoded: Decoded) -> Completion:
         return self._reader.completion(
-            decoded.token_ids, decoded.logprobs, is_stopped=decoded.is_stopped, spans=decoded.spans
+            decoded.token_ids,
+            decoded.logprobs,
+            is_stopped=decoded.is_stopped,
+            spans=decoded.spans,
+            routed_experts=decoded.routed_experts,
         )
 
     def _batch_limits(self) -> tuple[int, int]:
@@ -219,12 +246,20 @@ class HfExecutor(InferenceExecutor):
 
 def _load_module(folder: ModelFolder, *, dtype: str | torch.dtype, attn_implementation: str | None) -> Any:
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
     except ImportError as error:
         raise MissingDependencyError("transformers", needed_for="the hf executor", extra="hf") from error
     try:
         with _without_bars():
-            module, info = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+            reads_images = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+            module, info = kind.from_pretrained(
                 folder.path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,

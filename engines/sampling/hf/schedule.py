@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import MultimodalPrompt, as_key
 from rlcore.engines.sampling.seeds import sample_keys
 
 
@@ -17,7 +18,7 @@ class SampleRequest:
     """Index of its prompt among the prompts of the call."""
     index: int
     """Index among the prompt's n samples."""
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] | MultimodalPrompt
     params: SamplingParams
     key: int
     """Key of its random numbers."""
@@ -28,7 +29,7 @@ def expand(
 ) -> list[SampleRequest]:
     """Return the n samples of every prompt."""
     return [
-        SampleRequest(request, index, tuple(prompt), one, key)
+        SampleRequest(request, index, as_key(prompt), one, key)
         for request, (prompt, one, seed) in enumerate(zip(prompts, params, seeds, strict=True))
         for index, key in enumerate(sample_keys(prompt, seed=seed, n=one.n))
     ]
@@ -49,7 +50,7 @@ def batches(
     """
     batch: list[SampleRequest] = []
     longest_prompt = longest_completion = 0
-    for sample in sorted(samples, key=lambda s: (-len(s.prompt), s.prompt)):
+    for sample in sorted(samples, key=_length_and_prompt):
         prompt = max(longest_prompt, len(sample.prompt))
         completion = max(longest_completion, sample.params.max_tokens)
         rows = len(batch) + 1
@@ -60,3 +61,8 @@ def batches(
         longest_prompt, longest_completion = prompt, completion
     if batch:
         yield batch
+
+
+def _length_and_prompt(sample: SampleRequest) -> tuple[int, tuple[int, ...], bytes]:
+    digest = sample.prompt.digest if isinstance(sample.prompt, MultimodalPrompt) else b""
+    return -len(sample.prompt), tuple(sample.prompt), digest

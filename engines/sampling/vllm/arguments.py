@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from rlcore.arguments import did_you_mean
 from rlcore.device import Device
-from rlcore.engines.executors.options import BUILD_OPTIONS
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import ModelFolder
-from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError
+from rlcore.engines.sampling.replica.arguments import fields_of, package_folder, refuse_own, refuse_unknown
+from rlcore.errors import DeviceError, InvalidInputError
 
 EXTENSION = "rlcore.engines.sampling.vllm.extension.RlcoreWorkerExtension"
 
@@ -35,6 +30,8 @@ _OWN = {
     "use_tqdm_on_load": "the log stays quiet",
 }
 """Arguments that the user cannot choose, and why."""
+BATCH_INVARIANT = "batch_invariant"
+"""An argument that is an environment variable of vLLM's."""
 _KV_SHARE = 0.7
 """Fraction of the device memory that the weights leave free; the rest is for activations and captured graphs."""
 _MOST_HOST_KV_BYTES = 4 << 30
@@ -54,7 +51,7 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
     replica = _rank_of_torchrun() // size if is_rank else context.rank
     arguments = {
         "model": os.fspath(folder.path),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not folder.reads_images,  # vLLM's processors of images ask for a tokenizer
         "tensor_parallel_size": size,
         "distributed_executor_backend": "external_launcher" if is_rank else "uni" if size == 1 else "mp",
         "worker_extension_cls": EXTENSION,
@@ -82,42 +79,12 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
         InvalidInputError: a name that only rlcore sets, or that this vLLM does not know; says the nearest one.
         MissingDependencyError: this interpreter has no vLLM.
     """
-    for name in given:
-        if name in _OWN:
-            raise InvalidInputError(f"build() takes no {name!r} for the vllm executor: {_OWN[name]}")
-    names = _argument_names(_package_here() if python is None else _package_of(python))
-    for name in given:
-        if names and name not in names:
-            hint = did_you_mean(name, [*BUILD_OPTIONS, *names]) or f", and build() takes {', '.join(BUILD_OPTIONS)}"
-            raise InvalidInputError(f"vLLM has no engine argument {name!r}{hint}")
-
-
-def _package_here() -> Path:
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # a folder of this name is no package
-        raise MissingDependencyError("vllm", needed_for="the vllm executor", extra="vllm")
-    return Path(found.origin).parent
-
-
-def _package_of(python: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of vLLM in an environment; None if it is not in the usual place."""
-    program = os.path.expanduser(os.fspath(python))
-    environment = Path(shutil.which(program) or program).parents[1]
-    return next(environment.glob("lib/python3*/site-packages/vllm"), None)
-
-
-def _argument_names(package: Path | None) -> list[str]:
-    """Return the fields of ``vllm.EngineArgs``; none if they cannot be read: then vLLM itself checks names."""
-    source = package and package / "engine" / "arg_utils.py"
-    if source is None or not source.is_file():
-        return []
-    return [
-        ast.unparse(item.target)
-        for node in ast.parse(source.read_bytes()).body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-        for item in node.body
-        if isinstance(item, ast.AnnAssign)
-    ]
+    refuse_own(given, _OWN, "vllm")
+    if not isinstance(given.get(BATCH_INVARIANT, False), bool):
+        raise InvalidInputError(f"{BATCH_INVARIANT} must be True or False, got {given[BATCH_INVARIANT]!r}")
+    given = {name: value for name, value in given.items() if name != BATCH_INVARIANT}
+    package = package_folder("vllm", python, "vllm")
+    refuse_unknown(given, fields_of(package / "engine" / "arg_utils.py", "EngineArgs") if package else [], "vLLM")
 
 
 def _rank_of_torchrun() -> int:

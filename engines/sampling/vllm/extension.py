@@ -6,16 +6,14 @@ The one method is called by name. It takes and returns plain bytes, which vLLM s
 from __future__ import annotations
 
 import sys
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from rlcore.engines.launchers.failures import WorkerFailure, describe
+from rlcore.engines.sampling.replica.calls import answer
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmWorker
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
-from rlcore.errors import RlcoreError
 
 if "vllm" in sys.modules:  # a worker process of vLLM imports this before it loads the model
     versions.keep_weights_plain()
@@ -36,21 +34,7 @@ class RlcoreWorkerExtension:
         """
         each = msgspec.msgpack.decode(calls)
         worker: VllmWorker = self  # type: ignore[assignment]
-        arguments = each[worker.rank % len(each)]
-        try:
-            result, failure = attrgetter(method)(_shard_of(worker))(*arguments), None
-        except RlcoreError as error:  # vLLM would send its text alone to another process
-            result, failure = None, describe(error)
-        return msgspec.msgpack.encode((result, failure))
-
-
-class ShardAnswer(msgspec.Struct, array_like=True):
-    """The answer of ``rlcore_call``."""
-
-    result: Any
-    """The result of the method; None after an error."""
-    failure: WorkerFailure | None
-    """An error of rlcore's own."""
+        return answer(_shard_of(worker), method, each[worker.rank % len(each)])
 
 
 def _shard_of(worker: Any) -> TensorParallelShard:

@@ -17,6 +17,7 @@ class VllmEngine(Protocol):
 
     vllm_config: VllmConfig
     engine_core: VllmCoreClient
+    renderer: VllmRenderer
 
     def add_request(self, request_id: str, prompt: Any, params: Any) -> object: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
@@ -25,6 +26,18 @@ class VllmEngine(Protocol):
     def reset_mm_cache(self) -> None: ...
     def reset_encoder_cache(self) -> None: ...
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...
+
+
+class VllmRenderer(Protocol):
+    """vllm.renderers.base.BaseRenderer"""
+
+    def get_mm_processor(self) -> VllmImageProcessor: ...
+
+
+class VllmImageProcessor(Protocol):
+    """vllm.multimodal.processing.processor.BaseMultiModalProcessor"""
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: dict[str, Any]) -> Any: ...
 
 
 class VllmCoreClient(Protocol):

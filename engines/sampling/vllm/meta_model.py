@@ -1,7 +1,4 @@
-"""A second instance of a vLLM worker's model on the meta device, without memory, for traces of its loader.
-
-Integer tensors, such as the map from experts to those of this worker, are real: loaders read them.
-"""
+"""A second instance of a vLLM worker's model on the meta device, without memory, for traces of its loader."""
 
 from __future__ import annotations
 
@@ -11,19 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from rlcore.engines.sampling.replica.meta_tensors import WholeNumbersAreReal
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 
-_FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.tensor, torch.zeros}
 
-
-def meta_model(vllm_config: VllmConfig) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
+def meta_model(
+    vllm_config: VllmConfig, *, is_plain: bool = False
+) -> tuple[nn.Module, Callable[[Iterable[tuple[str, Tensor]]], Any]]:
     """Return this worker's shard of the model that ``vllm_config`` describes, and its loader.
 
     It is to be called in the worker's process, whose tensor and expert parallel ranks it takes. The live model and
     ``vllm_config`` do not change.
+
+    Args:
+        is_plain: leave out the quantisation that vLLM does while it loads.
     """
+    if is_plain:
+        plain: Any = copy.copy(vllm_config)
+        plain.quant_config = None
+        vllm_config = plain
     model: Any = new_model(vllm_config, "meta")
     return model, model.load_weights
 
@@ -38,23 +42,8 @@ def new_model(vllm_config: VllmConfig, device: str) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(own.model_config.dtype)
     try:
-        with torch.device(device), _WholeNumbersAreReal():
+        with torch.device(device), WholeNumbersAreReal():
             model: nn.Module = initialize_model(vllm_config=own)
             return model
     finally:
         torch.set_default_dtype(before)
-
-
-class _WholeNumbersAreReal(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _FACTORIES and kwargs.get("device") is None and _makes_whole_numbers(func, args, kwargs):
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-def _makes_whole_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        return func is torch.arange and all(isinstance(bound, int) for bound in args)
-    return not (dtype.is_floating_point or dtype.is_complex)

@@ -15,13 +15,13 @@ from typing import Any
 
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.prompts import MultimodalPrompt, Prompt, PromptReader
+from rlcore.engines.sampling.replica.jobs import PromptJob, RunningSample
+from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine, VllmRequestOutput
-from rlcore.engines.sampling.vllm.jobs import PromptJob, RunningSample
-from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
 from rlcore.errors import RlcoreError, StateError, WorkerDiedError
 
 PAUSED = "a pause"
@@ -73,6 +73,11 @@ class Replica:
             self._num_waiting -= 1
             yield
             self._changed.notify_all()
+
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self._version
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -226,6 +231,7 @@ class Replica:
             sample.logprobs,
             is_stopped=sampled.finish_reason == "stop",
             spans=tuple(sample.spans),
+            routed_experts=versions.routed_experts(sampled),
         )
         if (done := job.output) is not None:
             self._done[job.number] = done
@@ -238,13 +244,17 @@ class Replica:
         for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
             text = prompt if isinstance(prompt, str) else None
             job = PromptJob(number, text, list(token_ids), [None] * one.n)
+            given = self._as_vllm_takes_it(token_ids)
             keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
             for index, key in enumerate(keys):
                 name = f"{number}-{index}"
                 self._samples[name] = RunningSample(job, index)
-                self._engine.add_request(
-                    name, {"prompt_token_ids": job.token_ids}, self._sampling(one, key, is_streamed=is_streamed)
-                )
+                self._engine.add_request(name, given, self._sampling(one, key, is_streamed=is_streamed))
+
+    def _as_vllm_takes_it(self, prompt: Sequence[int]) -> Any:
+        if not isinstance(prompt, MultimodalPrompt):
+            return {"prompt_token_ids": list(prompt)}
+        return versions.image_prompt(self._engine, prompt, self._reader.image_spans(prompt))
 
     def _sampling(self, params: SamplingParams, key: int | None, *, is_streamed: bool) -> Any:
         own_stops = () if params.ignore_eos else self._reader.stop_token_ids

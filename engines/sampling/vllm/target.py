@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore._torch_private import storage_key
@@ -16,9 +18,16 @@ from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
+from rlcore.engines.sampling.vllm.quantized import quantized_matrices
+from rlcore.engines.weight_sync.planning.module_identity import module_identity
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
-from rlcore.weights.source import TensorSlices, WeightSource, in_files
+from rlcore.kernels.strided_copy.quantized import QuantizedMatrices
+from rlcore.weights.source import WeightSource, in_files, on_meta
+
+_PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
+_VARIABLES = ("VLLM_", "FLASHINFER_")
+_PLACES = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT")
 
 
 class VllmTarget(Target):
@@ -29,15 +38,27 @@ class VllmTarget(Target):
         self._vllm_config = vllm_config
         self._model: Any = model
         self._tensors: dict[str, Tensor] = {}
+        self._quantized: dict[str, QuantizedMatrices] | None = None
         self._is_reloading = False
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
-        return meta_model(self._vllm_config)
+        return meta_model(self._vllm_config, is_plain=bool(self.quantized()))
+
+    def quantized(self) -> Mapping[str, QuantizedMatrices]:
+        """Return the live matrices, kept from the first call on as the tensors are."""
+        if self._quantized is None:
+            self._quantized = quantized_matrices(self._model, self._vllm_config.model_config.dtype)
+        return self._quantized
+
+    def identity(self) -> str:
+        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
+        device = self.device.properties().name, self.device.versions()
+        return repr((_versions(), _environment(), ranks, device, module_identity(self._model)))
 
     def checkpoint(self) -> dict[str, Tensor] | None:
         """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
         try:
-            return {name: _on_meta(found) for name, found in self.first_weights().items()}
+            return on_meta(self.first_weights())
         except CheckpointError:
             return None
 
@@ -99,6 +120,16 @@ class VllmTarget(Target):
         """Do nothing: the replica drops what was computed with earlier weights."""
 
 
-def _on_meta(found: TensorSlices) -> Tensor:
-    nothing = found.read((slice(0, 0),) if found.shape else ())  # safetensors tells a dtype by its own names
-    return torch.empty(found.shape, dtype=nothing.dtype, device="meta")
+def _versions() -> list[str]:
+    """Return the packages whose kernels decide how weights lie, as far as they are installed."""
+    found = []
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return found
+
+
+def _environment() -> list[str]:
+    """Return the variables that choose kernels. Addresses and ports, which differ each time, choose nothing."""
+    named = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    return sorted(f"{name}={value}" for name, value in named.items() if not name.endswith(_PLACES))

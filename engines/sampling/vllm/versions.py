@@ -9,7 +9,7 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlcore import _torch_private
 from rlcore.device import Device
+from rlcore.engines.sampling.prompts import MultimodalPrompt
 from rlcore.engines.sampling.vllm import ascend
 from rlcore.engines.sampling.vllm.interfaces import (
     VllmAllocation,
@@ -48,7 +49,7 @@ _ENVIRONMENT = {
 }
 
 
-def prepare() -> str:
+def prepare(*, is_batch_invariant: bool = False) -> str:
     """Set vLLM's environment and import it; return its version.
 
     Raises:
@@ -60,6 +61,8 @@ def prepare() -> str:
     # The engine core runs in this process: it schedules the same each time, and rlcore decides when it makes a step.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule kv_cache_memory_bytes, which rlcore always gives
+    if is_batch_invariant:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, about vLLM's code
     logging.getLogger("vllm").setLevel(
         os.environ["VLLM_LOGGING_LEVEL"].upper()
@@ -75,6 +78,12 @@ def prepare() -> str:
     keep_weights_plain()
     version: str = vllm.__version__
     return version
+
+
+def routed_experts(sampled: Any) -> Tensor | None:
+    """Return the experts of a completion's tokens, [tokens, layers, experts a token] int16, if vLLM recorded them."""
+    found = getattr(sampled, "routed_experts", None)  # a NumPy array, which older versions do not have
+    return None if found is None else torch.tensor(found.astype("int16"))
 
 
 def check_version(version: str) -> None:
@@ -276,6 +285,27 @@ def sampling_params(*, is_streamed: bool, **fields: Any) -> Any:
 
     kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
     return SamplingParams(n=1, logprobs=0, detokenize=False, output_kind=kind, **fields)
+
+
+def image_prompt(engine: VllmEngine, prompt: MultimodalPrompt, spans: Sequence[range]) -> Any:
+    """Return a prompt with images that are processed already, as vLLM's own processor would return it.
+
+    Args:
+        spans: the tokens of each image.
+    """
+    from transformers import BatchFeature
+
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    inputs = BatchFeature(prompt.inputs)
+    fields = engine.renderer.get_mm_processor()._get_mm_fields_config(inputs, {})
+    return mm_input(
+        prompt_token_ids=list(prompt),
+        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+        mm_hashes={"image": [f"{prompt.digest.hex()}-{number}" for number in range(len(spans))]},
+        mm_placeholders={"image": [PlaceholderRange(offset=span.start, length=len(span)) for span in spans]},
+    )
 
 
 def lora_request(name: str, number: int, path: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, repacking, unpacking
+from rlcore.engines.weight_sync.planning.quantized import QuantizedExecution
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
@@ -28,6 +29,7 @@ class PlanExecution:
         destinations: returns the tensors that are written, by name.
         read_bytes: bytes that are read of the senders' tensors, in their dtypes.
         is_scratch: it writes nothing that the engine uses.
+        quantized: names of the destinations that are quantised on the way.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class PlanExecution:
         *,
         read_bytes: int,
         is_scratch: bool,
+        quantized: Container[str] = (),
     ) -> None:
+        self._quantized = quantized
         self.digest = digest
         self.pieces = pieces
         self.destinations = destinations
@@ -49,6 +53,7 @@ class PlanExecution:
         self._unpackers: dict[tuple[int, int], CopyExecution] = {}
         self._repackers: dict[tuple[int, int], CopyExecution] = {}
         self._whole: CopyExecution | None = None
+        self._quantizing: QuantizedExecution | None = None
         self.forget_round()
 
     def forget_round(self) -> None:
@@ -65,7 +70,7 @@ class PlanExecution:
 
     def let_go(self) -> None:
         """Hold none of the tensors between which it has copied; the next copies are made ready anew."""
-        self._unpackers, self._repackers, self._whole = {}, {}, None
+        self._unpackers, self._repackers, self._whole, self._quantizing = {}, {}, None, None
 
     def buckets(self, slot_bytes: int) -> list[list[Bucket]]:
         """Return the buckets of each sender, cut as the senders cut them.
@@ -105,13 +110,19 @@ class PlanExecution:
     def whole(self) -> CopyExecution:
         """Return the copies from all senders' own tensors, by their ``source_name``, to the destinations."""
         if self._whole is None:
-            named = [
-                piece._replace(source=source_name(sender, piece.source))
-                for sender, own in enumerate(self.pieces)
-                for piece in own
-            ]
-            self._whole = CopyExecution(named)
+            self._whole = CopyExecution([one for one in self._named() if one.destination not in self._quantized])
         return self._whole
+
+    def quantizing(self) -> QuantizedExecution:
+        """Return the copies, from the same tensors, to what the engine has in float8."""
+        if self._quantizing is None:
+            quantized = (one for one in self._named() if one.destination in self._quantized)
+            self._quantizing = QuantizedExecution([(str(one.source), one.destination, one.copy) for one in quantized])
+        return self._quantizing
+
+    def _named(self) -> Iterator[BucketPiece]:
+        for sender, own in enumerate(self.pieces):
+            yield from (piece._replace(source=source_name(sender, piece.source)) for piece in own)
 
     def missing(self) -> int:
         """Return how many buckets have not come in this round."""

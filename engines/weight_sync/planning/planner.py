@@ -12,6 +12,8 @@ from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, Write, Written, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import Replicas, SyncPlan, make_plan, misfits, nearest_rank, replicas
+from rlcore.engines.weight_sync.planning.plan_cache import PlanCache
+from rlcore.engines.weight_sync.planning.quantized import Quantized, quantized_misfits
 from rlcore.engines.weight_sync.planning.self_test import run_self_test
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
 from rlcore.engines.weight_sync.target import Target
@@ -48,13 +50,22 @@ class Planner:
         self._unreached = list(unreached)
         self._number = number
         self._distances = [_distance(one, receiver, not why) for one, why in zip(senders, unreached, strict=True)]
+        self._target = target
+        self._quantized: Quantized = {} if any(unreached) else target.quantized()
+        self._cache = None if self._quantized else PlanCache.of(target, manifest, self._distances, number)
+        kept = None if self._cache is None else self._cache.load(manifest, target.tensors())
+        if kept is not None:
+            self.plan, self.is_tested = kept, True
+            return
         self._trace = trace_loader(*target.meta_model(), manifest, live=target.tensors())
         if refusal := self._trace.refusal or missing_part(self._trace, target):
             raise SyncError(f"the trainer's model is not the engine's, which still serves its old weights: {refusal}")
-        written = [one.destination for one in self._trace.written]
-        self._target = target
+        written = [one.destination for one in self._trace.written if one.destination.name not in self._quantized]
         self._excluded = misfits(written, target.tensors())
         self.plan = self._make(self._trace, self._excluded)
+        if wrong := quantized_misfits(self.plan, self._quantized):
+            self._excluded |= wrong
+            self.plan = self._make(self._trace, self._excluded)
         self.is_tested = target.is_plain or not self.plan.pieces
 
     def serves(
@@ -81,6 +92,8 @@ class Planner:
     @property
     def unreadable(self) -> str:
         """The reason why what was sent cannot be read back of some tensor, to the bit; "" if it can."""
+        if self.quantized:
+            return f"{next(iter(self.quantized))} is quantised in the engine"
         parameters, destinations = self.manifest.parameters, self.plan.destinations
         kinds = {
             (parameters[piece.parameter].dtype, destinations[piece.destination].dtype): piece.destination
@@ -96,11 +109,20 @@ class Planner:
         return make_plan(trace, excluded=excluded, distances=self._distances, spread=self._number)
 
     def run_self_test(self) -> None:
-        """Leave to the engine's own loader what the plan gets wrong. Overwrites all that the plan writes."""
-        wrong = run_self_test(self.plan, self.manifest, self._target.tensors, self._target.reload)
+        """Leave to the engine's own loader what the plan gets wrong. Overwrites all that the plan writes.
+
+        A plan that an earlier program has tested is not tested again, though others in this round are.
+        """
+        if self.is_tested:
+            return
+        wrong = run_self_test(
+            self.plan, self.manifest, self._target.tensors, self._target.reload, self._target.quantized
+        )
         self._excluded |= wrong
         self.plan = self._make(self._trace, self._excluded)
         self.is_tested = True
+        if self._cache is not None:
+            self._cache.store(self.plan)
 
     @property
     def fallback(self) -> list[str]:
@@ -111,6 +133,11 @@ class Planner:
     def destination_names(self) -> list[str]:
         """Names of the tensors that the plan writes."""
         return [destination.name for destination in self.plan.destinations]
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """Names of the plan's destinations that are quantised on the way."""
+        return frozenset(self._quantized).intersection(self.destination_names)
 
     def needed_bytes(self) -> list[int]:
         """Return the bytes from each sender, in its dtypes."""

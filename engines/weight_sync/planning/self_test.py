@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
 from rlcore.engines.weight_sync.planning.plan import PlanPiece, SyncPlan, misfits
+from rlcore.engines.weight_sync.planning.quantized import Quantized, QuantizedExecution
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 _POISONS = (96, -96)
@@ -32,7 +33,11 @@ Reload = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 @torch.no_grad()
 def run_self_test(
-    plan: SyncPlan, manifest: WeightManifest, tensors: Callable[[], Mapping[str, Tensor]], reload: Reload
+    plan: SyncPlan,
+    manifest: WeightManifest,
+    tensors: Callable[[], Mapping[str, Tensor]],
+    reload: Reload,
+    quantized: Callable[[], Quantized] = dict,
 ) -> dict[str, str]:
     """Return the destinations that the plan does not write as the engine's own load does, and why.
 
@@ -41,27 +46,35 @@ def run_self_test(
     Args:
         tensors: the engine's live tensors, by the names of its destinations.
         reload: the engine's own load; it is called with all weights of the manifest.
+        quantized: the live matrices that are quantised on the way, by the names of their destinations.
     """
-    live = _planned_tensors(plan, tensors())
-    if not live:
+    if not plan.destinations:
         return {}
-    poison(live.values(), 0)
-    reload(made_weights(manifest, next(iter(live.values())).device))
-    if wrong := misfits(plan.destinations, tensors()):
+    live = _all_planned(plan, tensors(), quantized())
+    poison([tensor for _, tensor in live], 0)
+    reload(made_weights(manifest, live[0][1].device))
+    plain = [one for one in plan.destinations if one.name not in quantized()]
+    if wrong := misfits(plain, tensors()):
         return {name: f"after a load, {reason}" for name, reason in wrong.items()}
-    live = _planned_tensors(plan, tensors())
-    golden = checksums(live.values())
-    poison(live.values(), 1)
-    apply_made(plan, manifest, live)
+    live = _all_planned(plan, tensors(), quantized())
+    golden = checksums([tensor for _, tensor in live])
+    poison([tensor for _, tensor in live], 1)
+    apply_made(plan, manifest, tensors(), quantized())
     return {
         name: "the engine's own load leaves other values in it than its loader copied"
-        for name, one, other in zip(live, golden, checksums(live.values()), strict=True)
+        for (name, _), one, other in zip(live, golden, checksums([tensor for _, tensor in live]), strict=True)
         if one != other
     }
 
 
-def _planned_tensors(plan: SyncPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {destination.name: tensors[destination.name] for destination in plan.destinations}
+def _all_planned(plan: SyncPlan, tensors: Mapping[str, Tensor], quantized: Quantized) -> list[tuple[str, Tensor]]:
+    """Return each tensor that the plan writes, with the name of its destination: of a quantised one two."""
+    found: list[tuple[str, Tensor]] = []
+    for destination in plan.destinations:
+        matrices = quantized.get(destination.name)
+        own = [tensors[destination.name]] if matrices is None else [matrices.weight, matrices.scale]
+        found += [(destination.name, tensor) for tensor in own]
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ values
@@ -111,11 +124,24 @@ def _seed(number: int, chunk: int) -> int:
 # -------------------------------------------------------------------------------------------------------- apply
 
 
-def apply_made(plan: SyncPlan, manifest: WeightManifest, live: Mapping[str, Tensor]) -> None:
+def apply_made(
+    plan: SyncPlan, manifest: WeightManifest, live: Mapping[str, Tensor], quantized: Quantized | None = None
+) -> None:
     """Write the live tensors by the plan, from the values of ``made_weights``."""
     plan.fill(live)
-    destinations = list(_planned_tensors(plan, live).values())
-    by_parameter = sorted(plan.pieces, key=lambda piece: piece.parameter)
+    quantized = quantized or {}
+    destinations = [
+        quantized[one.name].weight if one.name in quantized else live[one.name] for one in plan.destinations
+    ]
+    is_quantized = [one.name in quantized for one in plan.destinations]
+    for number, destination in enumerate(plan.destinations):
+        if is_quantized[number]:
+            own = [piece for piece in plan.pieces if piece.destination == number]
+            parts, numbers = _parts(own, manifest, destinations[number].device)
+            pieces = [(str(numbers[piece.rank, piece.parameter]), destination.name, piece.copy) for piece in own]
+            QuantizedExecution(pieces).run({str(at): part for at, part in enumerate(parts)}, quantized)
+    plain = (piece for piece in plan.pieces if not is_quantized[piece.destination])
+    by_parameter = sorted(plain, key=lambda piece: piece.parameter)
     batch: list[PlanPiece] = []
     nbytes = 0
     for parameter, group in itertools.groupby(by_parameter, key=lambda piece: piece.parameter):
@@ -130,20 +156,7 @@ def apply_made(plan: SyncPlan, manifest: WeightManifest, live: Mapping[str, Tens
 
 
 def _apply(pieces: Sequence[PlanPiece], manifest: WeightManifest, destinations: Sequence[Tensor]) -> None:
-    numbers: dict[tuple[int, int], int] = {}
-    wholes: dict[int, Tensor] = {}
-    parts: list[Tensor] = []
-    for piece in pieces:
-        if (piece.rank, piece.parameter) in numbers:
-            continue
-        described = manifest.parameters[piece.parameter]
-        if piece.parameter not in wholes:
-            device = destinations[piece.destination].device
-            wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
-        held = described.held(manifest.layouts[described.layout][piece.rank])
-        numbers[piece.rank, piece.parameter] = len(parts)
-        box = wholes[piece.parameter].as_strided(held.shape, held.stride, held.offset)
-        parts.append(box.contiguous().view(-1))
+    parts, numbers = _parts(pieces, manifest, destinations[pieces[0].destination].device)
     moves = [
         StridedPiece(
             numbers[piece.rank, piece.parameter],
@@ -157,6 +170,26 @@ def _apply(pieces: Sequence[PlanPiece], manifest: WeightManifest, destinations: 
         for piece in pieces
     ]
     StridedCopies(moves, parts, destinations).run()
+
+
+def _parts(
+    pieces: Sequence[PlanPiece], manifest: WeightManifest, device: torch.device
+) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
+    """Return what the ranks hold of the parameters of these pieces, and the place of each in that list."""
+    numbers: dict[tuple[int, int], int] = {}
+    wholes: dict[int, Tensor] = {}
+    parts: list[Tensor] = []
+    for piece in pieces:
+        if (piece.rank, piece.parameter) in numbers:
+            continue
+        described = manifest.parameters[piece.parameter]
+        if piece.parameter not in wholes:
+            wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
+        held = described.held(manifest.layouts[described.layout][piece.rank])
+        numbers[piece.rank, piece.parameter] = len(parts)
+        box = wholes[piece.parameter].as_strided(held.shape, held.stride, held.offset)
+        parts.append(box.contiguous().view(-1))
+    return parts, numbers
 
 
 def poison(tensors: Iterable[Tensor], which: int) -> None:

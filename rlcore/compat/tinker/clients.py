@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rlcore.arguments import SECONDS, takes
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.futures import APIFuture, ClientFuture
 from rlcore.compat.tinker.host import ModelHost, Snapshot
@@ -269,8 +270,11 @@ class ServiceClient:
         trainer: arguments of ``rlcore.TrainEngine.build``, such as {"devices": "cuda:0"}.
         sampler: those of ``rlcore.InferenceEngine.build``, and ``executor``. Without ``devices`` it shares the
             trainer's.
+        unhealthy_after_s: a sampler in a process of its own that does not answer for so long, as a stopped one does, is
+            restarted, and what it had under way begins anew.
     """
 
+    @takes("ServiceClient", unhealthy_after_s=SECONDS)
     def __init__(
         self,
         user_metadata: dict[str, str] | None = None,
@@ -279,7 +283,9 @@ class ServiceClient:
         folder: str | Path = "tinker-states",
         trainer: Mapping[str, Any] | None = None,
         sampler: Mapping[str, Any] | None = None,
+        unhealthy_after_s: float = 60.0,
     ) -> None:
+        self._unhealthy_after_s = unhealthy_after_s
         self._folder, self._trainer, self._sampler = Path(folder), dict(trainer or {}), dict(sampler or {})
         if self._trainer.get("data_parallel_size", 1) != 1:
             raise UnsupportedError("trainer data_parallel_size above 1", "gradients add up in one worker")
@@ -338,7 +344,13 @@ class ServiceClient:
 
     def _host(self, base_model: str, **options: Any) -> ModelHost:
         path = check_model_folder(Path(base_model)).path
-        self._hosts[base_model] = ModelHost(path, lora_module(path, **options), self._trainer, self._sampler)
+        self._hosts[base_model] = ModelHost(
+            path,
+            lora_module(path, **options),
+            self._trainer,
+            self._sampler,
+            unhealthy_after_s=self._unhealthy_after_s,
+        )
         return self._hosts[base_model]
 
 

@@ -27,6 +27,7 @@ from rlcore.rollout.timeline import Timeline
 
 T = TypeVar("T")
 Snapshot = dict[str, Tensor]
+_CHECK_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -36,9 +37,18 @@ class ModelHost:
     Args:
         trainer: arguments of ``TrainEngine.build``.
         sampler: arguments of ``InferenceEngine.build``, and ``executor``.
+        unhealthy_after_s: an inference engine in another process that does not answer for so long is restarted.
     """
 
-    def __init__(self, path: Path, module: Any, trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        module: Any,
+        trainer: Mapping[str, Any],
+        sampler: Mapping[str, Any],
+        *,
+        unhealthy_after_s: float,
+    ) -> None:
         options = dict(sampler)
         with contextlib.ExitStack() as stack:
             self.train = stack.enter_context(rlcore.TrainEngine(module))
@@ -46,7 +56,15 @@ class ModelHost:
             self.infer = stack.enter_context(rlcore.InferenceEngine(path, executor=options.pop("executor", "hf")))
             self.infer.build(**({} if "devices" in options else {"colocate_with": self.train}) | options)
             self._stack = stack.pop_all()
-        self._fleet = Fleet([self.infer], Timeline(), unhealthy_after_s=60.0, on_change=self._recover)
+        self._fleet = Fleet(
+            [self.infer],
+            Timeline(),
+            unhealthy_after_s=unhealthy_after_s,
+            max_in_flight=None,
+            on_change=self._recover,
+        )
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, name="rlcore-tinker-watch", daemon=True).start()
         self._ops = ThreadPoolExecutor(1, thread_name_prefix="rlcore-tinker")
         self._changed = threading.Condition()
         self._under_way: set[Future[RequestOutput]] = set()
@@ -66,10 +84,16 @@ class ModelHost:
 
     def close(self) -> None:
         """Close the engines. What they have not answered fails with StateError."""
+        self._is_closed.set()
         self._ops.shutdown(cancel_futures=True)
         self._fleet.close()
         self._fail_under_way(StateError("the ServiceClient was closed before this sample had ended"))
         self._stack.close()
+
+    def _watch(self) -> None:
+        """Look for an inference engine that does not answer, as a stopped process does, until ``close``."""
+        while not self._is_closed.wait(_CHECK_S):
+            self._fleet.check()
 
     # ------------------------------------------------------------------------------------ in the host's thread
 

@@ -189,9 +189,9 @@ def ray_host(runtime_folder: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def two_raylets(runtime_folder: Path) -> Iterator[str]:
     """The address of a cluster of two raylets on this machine, with the names host-a and host-b."""
-    from rlcore.engines.launchers.ray.cluster import choose_token, connect, disconnect
+    from rlcore.engines.launchers.ray.cluster import connect, disconnect, set_local_variables
 
-    choose_token()
+    set_local_variables()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray's own
         from ray.cluster_utils import Cluster

@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.ray import wire
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
-from rlcore.engines.launchers.ray.cluster import Cluster, _start_local
+from rlcore.engines.launchers.ray.cluster import Cluster, _start_local, set_local_variables
 from rlcore.engines.launchers.ray.launcher import RayLauncher
 from rlcore.engines.launchers.ray.link import HostLink
 from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
@@ -251,6 +252,20 @@ def test_a_host_without_tokens_or_of_another_version_is_refused() -> None:
         with pytest.raises((StateError, InvalidInputError), match=reason):
             cluster._check(SimpleNamespace(host="a", facts=facts))
     Cluster(None, is_own=False, is_insecure=True)._check(SimpleNamespace(host="a", facts=without))
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_a_local_cluster_keeps_its_priority_and_has_a_token_of_its_own_unless_ray_has_one(
+    is_imported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray reads the variables of its token when it is imported, and the others when a cluster starts."""
+    variables = {"RAY_USAGE_STATS_ENABLED": "1"}
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(sys, "modules", {"ray": None} if is_imported else {})
+    set_local_variables()
+    assert (variables["RAY_worker_niceness"], variables["RAY_memory_monitor_refresh_ms"]) == ("0", "0")
+    assert variables["RAY_USAGE_STATS_ENABLED"] == "1", "the user's own"
+    assert ("RAY_AUTH_TOKEN" in variables, "RAY_AUTH_MODE" in variables) == (not is_imported,) * 2
 
 
 def test_a_cluster_that_does_not_start_says_what_to_do() -> None:

@@ -35,14 +35,22 @@ SHARES = [Share(size=size, rank=rank) for size in (1, 2, 4) for rank in range(si
 EVEN, UNEVEN = Sizes(V=16, layers=1), Sizes(V=11, I=12, layers=1)
 """FSDP cuts dimension 0 anywhere: of 11 rows, and of the 6 and 3 that tensor parallelism leaves of 12."""
 
-MESHES = {
-    "FSDP 4": (4, 1),
-    "TP 2": (1, 2),
-    "TP 4": (1, 4),
-    "FSDP 2 x TP 2": (2, 2),
-    "FSDP 4 x TP 2": (4, 2),
-    "FSDP 2 x TP 4": (2, 4),
+Trainer = tuple[int, int, int]
+"""Numbers of ranks: of FSDP, of tensor and of expert parallelism. Experts lie over the same ranks by (FSDP, EP)."""
+TRAINERS: dict[str, Trainer] = {
+    "FSDP 4": (4, 1, 1),
+    "TP 2": (1, 2, 1),
+    "TP 4, EP 4": (1, 4, 4),
+    "FSDP 2 x TP 2": (2, 2, 1),
+    "FSDP 2 x TP 2, EP 2": (2, 2, 2),
+    "FSDP 2 x TP 2, EP 4": (2, 2, 4),
+    "FSDP 4, EP 4": (4, 1, 4),
+    "FSDP 4 x TP 2": (4, 2, 1),
+    "FSDP 4 x TP 2, EP 2": (4, 2, 2),
+    "FSDP 2 x TP 4": (2, 4, 1),
 }
+SAMPLERS = list(itertools.product((1, 2, 4), (1, 2)))
+"""Numbers of ranks: of tensor parallelism, and replicas of it."""
 
 
 def tensor_parallel_dim(name: str) -> int | None:
@@ -51,12 +59,21 @@ def tensor_parallel_dim(name: str) -> int | None:
     return 1 if kind in ("o", "down") else None if kind == "norm" else 0
 
 
-def part_of(tensor: Tensor, name: str, fsdp: tuple[int, int], tp: tuple[int, int]) -> Tensor:
-    """Return what the rank (place, size) of both holds: torch cuts by tensor parallelism, then by FSDP."""
-    dim = tensor_parallel_dim(name)
+def mesh_of(name: str, trainer: Trainer) -> tuple[int, int, int | None]:
+    """Return the ranks of FSDP and of the other dimension, and what that one cuts: of experts, which are whole."""
+    fsdp, tp, ep = trainer
+    if "experts" in name and ep > 1:
+        return fsdp * tp // ep, ep, 0
+    return fsdp, tp, tensor_parallel_dim(name)
+
+
+def part_of(tensor: Tensor, name: str, rank: int, trainer: Trainer) -> Tensor:
+    """Return what a rank holds: torch cuts by tensor or expert parallelism, then by FSDP."""
+    fsdp, size, dim = mesh_of(name, trainer)
+    shard, place = divmod(rank, size)
     if dim is not None:
-        tensor = chunk(tensor, dim, *tp)
-    return chunk(tensor, 0, *fsdp).contiguous()
+        tensor = chunk(tensor, dim, place, size)
+    return chunk(tensor, 0, shard, fsdp).contiguous()
 
 
 def chunk(tensor: Tensor, dim: int, place: int, size: int) -> Tensor:
@@ -64,22 +81,27 @@ def chunk(tensor: Tensor, dim: int, place: int, size: int) -> Tensor:
     return parts[place] if place < len(parts) else tensor.narrow(dim, 0, 0)
 
 
-def placements(name: str, num_tp: int) -> list[Any]:
-    """As FSDP2 writes them, on a mesh (FSDP, TP)."""
-    dim = tensor_parallel_dim(name)
-    fsdp = _StridedShard(0, split_factor=num_tp) if dim == 0 and num_tp > 1 else Shard(0)
+def placements(dim: int | None, size: int) -> list[Any]:
+    """As FSDP2 writes them, on a mesh of which the second dimension, of this size, has cut ``dim``."""
+    fsdp = _StridedShard(0, split_factor=size) if dim == 0 and size > 1 else Shard(0)
     return [fsdp, Replicate() if dim is None else Shard(dim)]
 
 
-def on_mesh(manifest: WeightManifest, shape: tuple[int, ...], placed: Any) -> WeightManifest:
-    """The same weights, with each parameter laid out as ``placed(name)`` over ranks of this mesh."""
-    num_ranks = torch.Size(shape).numel()
-    mesh = SimpleNamespace(mesh=torch.arange(num_ranks).view(shape))
+def fake_mesh(*shape: int) -> Any:
+    mesh = SimpleNamespace(mesh=torch.arange(torch.Size(shape).numel()).view(shape))
+    mesh._get_root_mesh = lambda: mesh
+    mesh.mesh_dim_names = None
+    return mesh
+
+
+def laid_out(manifest: WeightManifest, num_ranks: int, placed: Any) -> WeightManifest:
+    """The same weights, with each parameter over the mesh and by the placements of ``placed(name)``."""
     named = {one.parameter: one.name for one in manifest.weights}
     layouts: dict[Any, int] = {}
     parameters = []
     for number, one in enumerate(manifest.parameters):
-        fake: Any = SimpleNamespace(device_mesh=mesh, placements=placed(named[number]), shape=torch.Size(one.shape))
+        mesh, cuts = placed(named[number])
+        fake: Any = SimpleNamespace(device_mesh=mesh, placements=cuts, shape=torch.Size(one.shape))
         boxes = boxes_of_ranks(fake, num_ranks)
         assert boxes is not None, (named[number], fake.placements)
         parameters.append(msgspec.structs.replace(one, layout=layouts.setdefault(boxes, len(layouts))))
@@ -87,15 +109,16 @@ def on_mesh(manifest: WeightManifest, shape: tuple[int, ...], placed: Any) -> We
 
 
 @functools.cache
-def plain(sizes: Sizes) -> tuple[WeightManifest, dict[str, Tensor]]:
+def plain(sizes: Sizes, is_packed: bool = False) -> tuple[WeightManifest, dict[str, Tensor]]:
+    """Packed, the experts of a layer are two parameters, as in transformers."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in names(sizes)}
-    return describe(views(sizes, torch.float32), 1).manifest, weights
+    return describe(views(sizes, torch.float32, is_packed=is_packed), 1).manifest, weights
 
 
 @functools.cache
-def trace_of(sizes: Sizes, share: Share) -> LoaderTrace:
-    return traced(sizes, share, plain(sizes)[0])
+def trace_of(sizes: Sizes, share: Share, is_packed: bool = False) -> LoaderTrace:
+    return traced(sizes, share, plain(sizes, is_packed)[0])
 
 
 def carry_out(plan: SyncPlan, parts: dict[tuple[int, int], Tensor], live: dict[str, Tensor]) -> None:
@@ -110,7 +133,8 @@ def assert_is_loaded(
 ) -> None:
     """The plan for a receiver writes what its loader does, out of these parts by (rank, parameter)."""
     weights = plain(sizes)[1]
-    plan = make_plan(replace(trace_of(sizes, share), manifest=manifest))
+    is_packed = len(manifest.parameters) < len(manifest.weights)
+    plan = make_plan(replace(trace_of(sizes, share, is_packed), manifest=manifest))
     assert not plan.fallback_bytes and not plan.fallback and not plan.fallback_weights
     live, want = live_of(sizes, share), golden(sizes, share, weights)
     carry_out(plan, parts, live)
@@ -119,19 +143,30 @@ def assert_is_loaded(
     assert plan.needed_bytes == 4 * (sum(tensor.numel() for tensor in want.values()) - filled), "each byte once"
 
 
+def held_by(manifest: WeightManifest, trainer: Trainer) -> WeightManifest:
+    def placed(name: str) -> tuple[Any, list[Any]]:
+        fsdp, size, dim = mesh_of(name, trainer)
+        return fake_mesh(fsdp, size), placements(dim, size)
+
+    return laid_out(manifest, trainer[0] * trainer[1], placed)
+
+
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
-def test_fsdp_over_tensor_parallelism(mesh: tuple[int, int], sizes: Sizes) -> None:
-    manifest, _ = plain(sizes)
+@pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS.keys())
+def test_every_trainer_fills_every_sampler(trainer: Trainer, sizes: Sizes) -> None:
+    """Sixty pairs. Replicas of a sampler have plans of their own, of which each reads each byte once."""
+    assert len(TRAINERS) * len(SAMPLERS) == 60
+    manifest, weights = plain(sizes, is_packed=trainer[2] > 1)
     named = {one.parameter: one.name for one in manifest.weights}
-    held = on_mesh(manifest, mesh, lambda name: placements(name, mesh[1]))
-    whole = parameters_of(manifest, plain(sizes)[1])
+    held = held_by(manifest, trainer)
     parts = {
-        (fsdp * mesh[1] + tp, number): part_of(tensor, named[number], (fsdp, mesh[0]), (tp, mesh[1]))
-        for (number, tensor), fsdp, tp in itertools.product(enumerate(whole), range(mesh[0]), range(mesh[1]))
+        (rank, number): part_of(tensor, named[number], rank, trainer)
+        for number, tensor in enumerate(parameters_of(manifest, weights))
+        for rank in range(trainer[0] * trainer[1])
     }
-    for share in SHARES:
-        assert_is_loaded(held, parts, sizes, share)
+    for size, replicas in SAMPLERS:
+        for rank in list(range(size)) * replicas:
+            assert_is_loaded(held, parts, sizes, Share(size=size, rank=rank))
 
 
 @pytest.mark.parametrize("dims", [(1,), (0, 1), (1, 1), (None, 1), (1, None)], ids=str)
@@ -144,7 +179,10 @@ def test_other_dimensions_and_replicas(dims: tuple[int | None, ...]) -> None:
     def cuts(name: str) -> list[int | None]:
         return [dim if dim is None or dim < weights[name].dim() else None for dim in dims]
 
-    held = on_mesh(manifest, shape, lambda name: [Replicate() if dim is None else Shard(dim) for dim in cuts(name)])
+    def placed(name: str) -> tuple[Any, list[Any]]:
+        return fake_mesh(*shape), [Replicate() if dim is None else Shard(dim) for dim in cuts(name)]
+
+    held = laid_out(manifest, torch.Size(shape).numel(), placed)
     parts = {}
     for rank, place in enumerate(itertools.product(*map(range, shape))):
         for number, tensor in enumerate(parameters_of(manifest, weights)):
@@ -157,7 +195,7 @@ def test_other_dimensions_and_replicas(dims: tuple[int | None, ...]) -> None:
 
 
 def test_the_self_test_reads_boxes() -> None:
-    held = on_mesh(plain(EVEN)[0], (2, 2), lambda name: placements(name, 2))
+    held = held_by(plain(EVEN)[0], (2, 2, 1))
     share = Share(size=2, rank=1)
     plan = make_plan(replace(trace_of(EVEN, share), manifest=held))
     model = FusedModel(EVEN, share)
@@ -166,12 +204,12 @@ def test_the_self_test_reads_boxes() -> None:
 
 def test_a_layout_of_rows_is_written_as_ever() -> None:
     """Peers of other versions compare digests of the bytes."""
-    held = on_mesh(plain(EVEN)[0], (2, 1), lambda name: [Shard(0), Replicate()])
+    held = laid_out(plain(EVEN)[0], 2, lambda name: (fake_mesh(2, 1), [Shard(0), Replicate()]))
     assert all(len(box) == 2 for layout in held.layouts for box in layout)
 
 
 def test_what_is_no_box_is_no_plan() -> None:
-    mesh = SimpleNamespace(mesh=torch.arange(2))
+    mesh = fake_mesh(2)
     for odd in (Partial(), _StridedShard(0, split_factor=2)):  # two runs of rows on each rank
         fake: Any = SimpleNamespace(device_mesh=mesh, placements=[odd], shape=torch.Size([8, 4]))
         assert boxes_of_ranks(fake, 2) is None

@@ -47,12 +47,14 @@ def model_folder(write_model: WriteModel) -> Path:
 @pytest.fixture(autouse=True)
 def _runtime(_no_settings_from_outside: None, short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+    monkeypatch.setenv("RLCORE_CACHE", str(short_runtime_folder / "cache"))
 
 
 @pytest.fixture(scope="session")
 def _quick(short_runtime_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+        patch.setenv("RLCORE_CACHE", str(short_runtime_folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv(
             "TORCH_COMPILE_DISABLE", "1"

@@ -24,6 +24,8 @@ RECORD = Path(__file__).with_name("contract.json")
 ARGUMENTS, SAMPLING = "vllm.engine.arg_utils.EngineArgs", "vllm.sampling_params.SamplingParams"
 TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
 Uses = dict[str, set[str]]
 """Dotted name of a module member -> members of it, "method(parameter)" for a parameter that is given by name, and
 "method(#2)" where two are given by position."""
@@ -38,7 +40,7 @@ def uses() -> Uses:
     for path in sorted(OURS.glob("*.py")):
         for name, members in uses_in(path.read_text()).items():
             found.setdefault(name, set()).update(members)
-    found[ARGUMENTS] |= _keys(OURS / "arguments.py", "engine_arguments")
+    found[ARGUMENTS] |= keys(OURS / "arguments.py", "engine_arguments")
     found[SAMPLING] |= _keywords(OURS / "replica.py", "sampling_params") - {"is_streamed"}
     found[TRANSFER] |= {name for name in transfer_members() if not name.startswith("_")} - {"trainer_send_weights"}
     return found
@@ -47,7 +49,7 @@ def uses() -> Uses:
 def uses_in(code: str) -> Uses:
     """Return the uses of one file: its imports, and the members of vLLM's objects that it reads."""
     tree, (known, functions) = ast.parse(code), _types()
-    found = dict(_imported(tree))
+    found = dict(imported(tree, "vllm"))
     for interface, member in typed_uses(tree, known, functions):
         for name in known[interface].classes:
             found.setdefault(name, set()).add(member)
@@ -74,14 +76,15 @@ def _derives(node: ast.stmt, base: str) -> bool:
     return isinstance(node, ast.ClassDef) and any(base in ast.unparse(one) for one in node.bases)
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
-    """Names imported from vLLM, with the attributes and keywords that are used of them."""
+def imported(tree: ast.Module, package: str) -> Iterator[tuple[str, set[str]]]:
+    """Names imported from a package, with the attributes and keywords that are used of them."""
     named: dict[str, list[str]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             named |= {alias.asname or alias.name: [f"{node.module}.{alias.name}"] for alias in node.names}
         elif isinstance(node, ast.Import):
-            named |= {alias.asname: [alias.name] for alias in node.names if alias.asname and alias.name[:5] == "vllm."}
+            aliases = [alias for alias in node.names if alias.name.startswith(f"{package}.")]
+            named |= {alias.asname: [alias.name] for alias in aliases if alias.asname}
     members: Uses = {name: set() for names in named.values() for name in names}
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
@@ -104,7 +107,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, set[str]]]:
     yield from members.items()
 
 
-def _keys(path: Path, function: str) -> set[str]:
+def keys(path: Path, function: str) -> set[str]:
     """The keys of dictionaries that a function writes out, and those that it sets."""
     (body,) = (n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == function)
     return {
@@ -173,7 +176,7 @@ class Wheel:
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name == last:
                 return self._class_members(module, node)
-            if isinstance(node, ast.FunctionDef) and node.name == last:
+            if isinstance(node, _FUNCTION) and node.name == last:
                 return {f"({one})" for one in _parameters(node)}
         if source := _origin(tree, last, module):
             return self.members(source)
@@ -182,7 +185,7 @@ class Wheel:
     def _class_members(self, module: str, node: ast.ClassDef) -> set[str]:
         found = _names_set(node.body)
         for item in ast.walk(node):
-            if isinstance(item, ast.FunctionDef):
+            if isinstance(item, _FUNCTION):
                 found |= {f"{item.name}({one})" for one in _parameters(item)}
                 by_position = len([*item.args.posonlyargs, *item.args.args]) - 1
                 found |= {f"{item.name}(#{number + 1})" for number in range(by_position)}
@@ -205,7 +208,7 @@ class Wheel:
         return found
 
 
-def _parameters(node: ast.FunctionDef) -> list[str]:
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     arguments = node.args
     return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
@@ -214,7 +217,7 @@ def _names_set(body: list[ast.stmt]) -> set[str]:
     """Defined by these statements."""
     found: set[str] = set()
     for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.ClassDef | _FUNCTION):
             found.add(node.name)
         elif isinstance(node, ast.ImportFrom):
             found |= {alias.asname or alias.name for alias in node.names}

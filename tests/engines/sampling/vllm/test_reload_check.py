@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlcore.engines.sampling.vllm.reload_check import differing_after_reload, first_of_each_kind
+from rlcore.engines.sampling.replica.reloads import differing_after_reload, first_of_each_kind
 from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.registry import get_device
 from rlcore.weights.source import WeightSource

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import rlcore
-from rlcore.engines.sampling.vllm.arguments import engine_arguments
+from rlcore.engines.sampling.vllm.arguments import check_arguments, engine_arguments
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 
 ARG_UTILS = """\
@@ -140,6 +140,13 @@ def test_a_missing_vllm_is_found_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "vllm" else found(name, *more))
     with pytest.raises(MissingDependencyError, match=r"the vllm executor needs .* pip install 'rlcore\[vllm\]'"):
         build(tmp_path)
+
+
+def test_batch_invariant_is_a_choice_of_vllm_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.engines.sampling.vllm.arguments.package_folder", lambda *_: None)
+    check_arguments({"batch_invariant": True})
+    with pytest.raises(InvalidInputError, match="batch_invariant must be True or False, got 1"):
+        check_arguments({"batch_invariant": 1})
 
 
 @pytest.mark.vllm

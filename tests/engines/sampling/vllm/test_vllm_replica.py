@@ -15,7 +15,7 @@ from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.engines.sampling.vllm.replica import Replica
-from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import RlcoreError, StateError
 
 CONTEXT = WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",))
@@ -93,7 +93,7 @@ def engine() -> FailingEngine:
 @pytest.fixture
 def replica(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
     monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
-    replica = Replica(engine, WorkerProcesses(CONTEXT), READER, lambda: None)
+    replica = Replica(engine, vllm_processes(CONTEXT), READER, lambda: None)
     yield replica
     replica.close()
 
@@ -118,7 +118,7 @@ def test_what_fails_in_generate_leaves_no_request(replica: Replica, engine: Fail
 def test_requests_under_way_compute_their_cache_again_with_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
     engine: Any = CachingEngine(num_steps=5)
-    replica = Replica(engine, WorkerProcesses(CONTEXT), READER, lambda: None)
+    replica = Replica(engine, vllm_processes(CONTEXT), READER, lambda: None)
 
     def sync_after_three_steps() -> None:
         if engine.weights == 1 and all(len(seen) == 3 for seen in engine.seen.values()):
@@ -137,7 +137,7 @@ def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pyte
     monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
     engine: Any = CachingEngine(num_steps=1000)
     context = replace(CONTEXT, is_cancelled=lambda: any(len(seen) == 3 for seen in engine.seen.values()))
-    replica = Replica(engine, WorkerProcesses(context), READER, lambda: None)
+    replica = Replica(engine, vllm_processes(context), READER, lambda: None)
     with pytest.raises(StateError, match=r"generate\(\) has ended early: nobody waits for it any more"):
         replica.run([[1], [2]], [SamplingParams(), SamplingParams(n=2)], 0, lambda number: None)
     assert (engine.requests, replica.progress()) == ([], {})

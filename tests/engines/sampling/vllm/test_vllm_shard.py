@@ -20,7 +20,7 @@ from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension, _shard_of
 from rlcore.engines.sampling.vllm.replica import Replica
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
-from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import DeviceError, RlcoreError
 
 
@@ -84,7 +84,7 @@ def worker(engine: Any) -> Iterator[VllmExecutor]:
     context = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
     worker = VllmExecutor(context)
     reader: Any = None  # no prompt comes
-    processes = WorkerProcesses(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",)))  # vLLM started none
+    processes = vllm_processes(WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",)))  # vLLM started none
     worker._engine, worker._replica = engine, Replica(engine, processes, reader, lambda: None)
     yield worker
     worker._replica.close()

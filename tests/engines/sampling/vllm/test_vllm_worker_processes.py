@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.sampling.vllm import worker_processes
-from rlcore.engines.sampling.vllm.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.replica import worker_processes
+from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import StateError, WorkerDiedError
 from rlcore.process.memory_kills import MemoryKills
 
@@ -50,7 +51,7 @@ def start_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartAll]:
     monkeypatch.setattr(worker_processes, "_NEWS_S", 60.0)
 
     def start(*names: str, num_devices: int = 2) -> tuple[WorkerProcesses, list[Process]]:
-        watched = WorkerProcesses(context(num_devices))
+        watched = vllm_processes(context(num_devices))
         watching.extend([watched] * (num_devices > 1))
         started.extend(Process(name, "sleep", "600") for name in names)
         return watched, started
@@ -98,6 +99,17 @@ def test_the_others_do_not_wait_for_the_lost_one(start_all: StartAll) -> None:
     second.kill()
     first.join()
     assert first.exitcode == -signal.SIGKILL
+
+
+def test_what_they_shared_is_gone_before_anybody_is_told(start_all: StartAll) -> None:
+    """Else this process may be ended before it has removed that."""
+    seen: list[tuple[bool, list[int | None]]] = []
+    watched, processes = start_all("VllmWorker-0", "VllmWorker-1")
+    watched._clean_up = lambda: seen.append((watched.is_lost, [process.exitcode for process in processes]))
+    processes[0].kill()
+    watched._watching.join(60)
+    assert seen == [(False, [-signal.SIGKILL] * 2)]
+    assert watched.is_lost
 
 
 def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(start_all: StartAll) -> None:

@@ -1,8 +1,8 @@
-"""The members of vLLM's objects that rlcore uses, found in its code by the types that it gives them.
+"""The members of another project's objects that rlcore uses, found in its code by the types that it gives them.
 
-``engines/sampling/vllm/interfaces.py`` names the types, and the vLLM classes that each stands for. Where a name is
-annotated with one, or holds what a member of one is annotated with, each attribute that is asked of it is a use: also
-one that ``interfaces.py`` does not have.
+``engines/sampling/vllm/interfaces.py`` names the types, and the vLLM classes that each stands for; that of SGLang does
+likewise. Where a name is annotated with one, or holds what a member of one is annotated with, each attribute that is
+asked of it is a use: also one that ``interfaces.py`` does not have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_CONTAINERS = {*dir(dict), *dir(list)}
 @dataclass
 class Interface:
     classes: list[str]
-    """Dotted names of vLLM's."""
+    """Dotted names of the project's."""
     members: dict[str, ast.expr | None] = field(default_factory=dict)
     """-> the annotation of the attribute, or of what the method returns."""
 
@@ -33,7 +33,7 @@ def interfaces(path: Path) -> dict[str, Interface]:
             for item in node.body:
                 if isinstance(item, ast.AnnAssign):
                     interface.members[ast.unparse(item.target)] = item.annotation
-                elif isinstance(item, ast.FunctionDef):
+                elif isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
                     interface.members[item.name] = item.returns
     return found
 
@@ -55,7 +55,7 @@ def typed_uses(tree: ast.Module, known: dict[str, Interface], functions: Scope) 
             for node in owner.body
             if isinstance(node, ast.AnnAssign) and (kind := _named(node.annotation, known))
         }
-        bodies = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+        bodies = [node for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         for body in [*bodies, *bodies]:  # what one method assigns, an earlier one may use
             reader = _Reader(known, functions, own | _parameters(body, known))
             reader.visit(body)
@@ -70,7 +70,7 @@ def asked(code: ast.AST) -> set[str]:
     return {str(call.args[1].value) for call in calls if isinstance(call.args[1], ast.Constant)}
 
 
-def _parameters(function: ast.FunctionDef, known: dict[str, Interface]) -> Scope:
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, known: dict[str, Interface]) -> Scope:
     given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     return {one.arg: kind for one in given if (kind := _named(one.annotation, known))}
 
@@ -136,6 +136,10 @@ class _Reader(ast.NodeVisitor):
         self.visit(node.elt)
 
     visit_GeneratorExp = visit_ListComp
+
+    def visit_DictComp(self, node: ast.DictComp) -> None:
+        for one in (*node.generators, node.key, node.value):
+            self.visit(one)
 
     def _take(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):

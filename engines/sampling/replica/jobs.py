@@ -33,8 +33,13 @@ class RunningSample:
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
 
-    def close_span(self, version: int) -> None:
-        """Add a span for the tokens since the last one, which were made by ``version``."""
+    def close_span(self, version: int, num_tokens: int | None = None) -> None:
+        """Add a span for the tokens since the last one, which were made by ``version``.
+
+        Args:
+            num_tokens: how many tokens there are, where they are known elsewhere only; None: those of ``token_ids``.
+        """
         start = self.spans[-1].end if self.spans else 0
-        if len(self.token_ids) > start:
-            self.spans.append(VersionSpan(version, start, len(self.token_ids)))
+        end = len(self.token_ids) if num_tokens is None else num_tokens
+        if end > start:
+            self.spans.append(VersionSpan(version, start, end))

@@ -1,0 +1,333 @@
+"""One SGLang engine at work: requests go in, completions come out, and rlcore decides when steps may be made.
+
+SGLang makes steps in its scheduler processes for as long as there are requests. Before the weights change the
+schedulers are paused; a completion tells the version that made each token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.replica.calls import results_of
+from rlcore.engines.sampling.replica.jobs import PromptJob, RunningSample
+from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
+from rlcore.engines.sampling.seeds import sample_keys
+from rlcore.engines.sampling.sglang import versions
+from rlcore.engines.sampling.sglang.engine_thread import EngineThread
+from rlcore.engines.sampling.sglang.interfaces import SglangEngine, SglangTokenizerManager
+from rlcore.engines.sampling.sglang.sampling import request_params
+from rlcore.engines.sampling.sglang.shard import SglangShard
+from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
+from rlcore.errors import RlcoreError, StateError
+
+PAUSED = "a pause"
+_LOOK_AGAIN_S = 0.2
+
+
+class SglangReplica:
+    """Runs the requests of one SGLang engine. Its methods are called by one thread.
+
+    Args:
+        seed: of the random numbers of requests that have no seed.
+    """
+
+    def __init__(
+        self, engine: EngineThread, calls: ShardCalls, processes: WorkerProcesses, reader: PromptReader, seed: int
+    ) -> None:
+        self._thread = engine
+        made: SglangEngine = engine.engine
+        self._manager: SglangTokenizerManager = made.tokenizer_manager
+        self._calls = calls
+        self._processes = processes
+        self._context = processes.context
+        self._reader = reader
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._samples: dict[str, RunningSample] = {}
+        self._ended_in: dict[str, int] = {}
+        """The version that made the last tokens of samples which ended before the weights changed."""
+        self._done: dict[int, RequestOutput] = {}
+        self._wanted: set[int] = set()  # jobs of run(), which collect() leaves alone
+        self._next_number = -1
+        self._version = 0
+        self._lengths: dict[str, int] = {}
+        """The tokens of each sample that was under way when the schedulers were paused last."""
+        self._held: set[str] = set()
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        """Guards whatever the engine's thread changes too."""
+        self._num_ended = 0
+        """The samples of the jobs of run() that have ended and are not told yet."""
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    # ------------------------------------------------------------------------------------------- the shards
+
+    def call_each(self, method: str, calls: Sequence[tuple[Any, ...]], purpose: str = "") -> list[Any]:
+        """Call a method of each shard with the arguments of each; no step is made meanwhile.
+
+        Raises:
+            WorkerDiedError: a process of SGLang has ended.
+        """
+        purpose = purpose or method
+        with self._processes.needed_for(purpose), self._schedulers_waiting(purpose):
+            return results_of(self._calls.answers(method, calls), self._context, purpose)
+
+    @contextlib.contextmanager
+    def _schedulers_waiting(self, purpose: str) -> Iterator[None]:
+        if self._calls.are_open:
+            yield
+            return
+        self._calls.open(purpose)
+        try:
+            yield
+        finally:
+            self._calls.close()
+
+    def stay(self) -> None:
+        """Keep the schedulers waiting for calls, until ``leave``: many are to come."""
+        if not self._calls.are_open:
+            self._calls.open("a weight sync")
+
+    def leave(self) -> None:
+        self._calls.close()
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of all shards; return the result of the first."""
+        return self.call_each(method.__name__, [args] * len(self._context.devices))[0]
+
+    # --------------------------------------------------------------------------------------------- requests
+
+    def run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
+    ) -> list[RequestOutput]:
+        self._require_running("generate()")
+        self._set_version(version)
+        numbers = range(self._next_number - len(prompts) + 1, self._next_number + 1)
+        self._next_number -= len(prompts)
+        self._wanted.update(numbers)
+        try:
+            self._add(list(numbers), prompts, params)
+            while not all(number in self._done for number in numbers):
+                if self._context.is_cancelled():
+                    raise StateError("generate() has ended early: nobody waits for it any more")
+                self._wait_for(lambda: bool(self._num_ended), _LOOK_AGAIN_S, "generate")
+                with self._changed:
+                    num_ended, self._num_ended = self._num_ended, 0
+                if num_ended:
+                    advance(num_ended)
+            return [self._done.pop(number) for number in numbers]
+        except BaseException:
+            self._drop(set(numbers))
+            raise
+        finally:
+            self._wanted.difference_update(numbers)
+            self._num_ended = 0
+
+    def submit(
+        self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
+    ) -> None:
+        self._processes.require("submit")
+        self._require_sound()
+        self._set_version(version)
+        self._add(numbers, prompts, params)
+
+    def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            self._wait_for(
+                lambda: bool(self._ready() or not self._samples or self._held), min(left_s, _LOOK_AGAIN_S), "collect"
+            )
+            with self._changed:
+                if self._ready() or not self._samples or self._held or not left_s:
+                    return {number: self._done.pop(number) for number in self._ready()}
+
+    def progress(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        lengths = self._call(SglangShard.progress)
+        with self._changed:
+            for name, sample in self._samples.items():
+                number = sample.job.number
+                found[number] = found.get(number, 0) + lengths.get(name, len(sample.token_ids))
+        return found
+
+    def abort(self, numbers: Sequence[int] | None) -> int:
+        with self._changed:
+            jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
+            chosen = jobs if numbers is None else jobs.intersection(numbers)
+            self._drop(chosen)
+            for number in self._ready() if numbers is None else numbers:
+                self._done.pop(number, None)
+            return len(chosen)
+
+    def pause(self, mode: PauseMode) -> None:
+        check_pause_mode(mode)
+        if mode == "abort":
+            self.abort(None)
+        while mode == "wait" and self._samples and not self._held:
+            self._wait_for(lambda: not self._samples, _LOOK_AGAIN_S, "pause")
+        self._hold(PAUSED, keeps_cache=mode == "keep")
+
+    def resume(self) -> None:
+        self.release(PAUSED)
+
+    def hold(self, reason: str) -> None:
+        self._hold(reason, keeps_cache=False)
+
+    def _hold(self, reason: str, *, keeps_cache: bool) -> None:
+        if not self._held or not keeps_cache:  # a pause that keeps caches may become one that does not
+            self._call(SglangShard.pause, keeps_cache)
+        if not keeps_cache and not self._calls.are_open:
+            self._note_lengths()
+        with self._changed:
+            self._held.add(reason)
+            self._changed.notify_all()
+
+    def _note_lengths(self) -> None:
+        """Note which tokens the present weights have made. The schedulers are paused, with no results to come."""
+        known = set(self._samples)
+        state = self._thread.begin(self._manager.get_internal_state())
+        while True:  # its answer comes after all outputs, and the schedulers then have all requests
+            with contextlib.suppress(TimeoutError):
+                state.result(_LOOK_AGAIN_S)
+                break
+            self._processes.require("hold")
+        self._lengths = dict(self._call(SglangShard.progress))
+        with self._changed:  # what has ended may still be on its way through this process
+            self._ended_in |= dict.fromkeys(known & self._samples.keys() - self._lengths.keys(), self._version)
+
+    def release(self, *reasons: str) -> None:
+        was_held = bool(self._held)
+        with self._changed:
+            self._held.difference_update(reasons)
+        if was_held and not self._held:
+            self._call(SglangShard.go_on)
+
+    def forget_cached(self) -> None:
+        if self._held:  # a hold has taken the caches from running requests
+            self._call(SglangShard.flush)
+            return
+        with self._schedulers_waiting("forget_cached"):
+            self._call(SglangShard.pause, False)
+            self._call(SglangShard.flush)
+            self._call(SglangShard.go_on)
+
+    # -------------------------------------------------------------------------------------- in SGLang's thread
+
+    async def _sample(self, name: str, sample: RunningSample, request: Any) -> None:
+        """Run one sample to its end."""
+        try:
+            # It answers once, at the end.
+            output = [one async for one in self._manager.generate_request(request)][-1]
+            with self._changed:
+                if self._samples.get(name) is sample:
+                    self._take(name, sample, output)
+        except Exception as error:  # the next call raises it
+            with self._changed:
+                if self._samples.get(name) is sample and not self._processes.is_over:
+                    self._failure = error
+                    self._drop({sample.job.number})
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _take(self, name: str, sample: RunningSample, output: Any) -> None:
+        about = output["meta_info"]
+        reason = about["finish_reason"]["type"]
+        if reason not in ("stop", "length"):
+            raise RlcoreError(f"SGLang has ended a request that nobody cancelled: {about['finish_reason']}")
+        sample.token_ids += output["output_ids"]
+        sample.logprobs += [float(logprob) for logprob, *_ in about["output_token_logprobs"]]
+        job = sample.job
+        if not all(map(math.isfinite, sample.logprobs)):
+            raise RlcoreError(f"the model gives NaN or infinite logits for prompt {job.token_ids}")
+        sample.close_span(self._ended_in.pop(name, self._version))
+        del self._samples[name]
+        job.completions[sample.index] = self._reader.completion(
+            sample.token_ids, sample.logprobs, is_stopped=reason == "stop", spans=tuple(sample.spans)
+        )
+        self._num_ended += job.number in self._wanted
+        if (done := job.output) is not None:
+            self._done[job.number] = done
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def _add(self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
+        encoded = self._reader.read(prompts, params)
+        for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            job = PromptJob(number, text, list(token_ids), [None] * one.n)
+            own_stops = () if one.ignore_eos else self._reader.stop_token_ids
+            stops = sorted({*one.stop_token_ids, *own_stops})
+            for index, key in enumerate(self._keys(token_ids, one)):
+                name = f"{number}-{index}."  # SGLang cancels by the beginning of a name
+                sample = RunningSample(job, index)
+                with self._changed:
+                    self._samples[name] = sample
+                request = versions.generate_request(name, job.token_ids, request_params(one, stops, key))
+                self._thread.begin(self._sample(name, sample, request))
+
+    def _keys(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        if params.seed is not None:
+            return sample_keys(token_ids, seed=params.seed, n=params.n)
+        drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (params.n,), generator=self._seeds).tolist()
+        return drawn
+
+    def _ready(self) -> list[int]:
+        return [number for number in self._done if number not in self._wanted]
+
+    def _drop(self, jobs: set[int]) -> None:
+        with self._changed:
+            names = [name for name, sample in self._samples.items() if sample.job.number in jobs]
+            for name in names:
+                del self._samples[name]
+                self._ended_in.pop(name, None)
+                self._thread.call(self._manager.abort_request, name)
+            for number in jobs:
+                self._done.pop(number, None)
+
+    def weights_changed(self, version: int) -> None:
+        """Note the version of new weights, and drop what is cached of others. The schedulers are paused."""
+        self._set_version(version)
+        self.forget_cached()
+
+    def _set_version(self, version: int) -> None:
+        if version == self._version:
+            return
+        with self._changed:
+            for name in self._samples.keys() & self._lengths.keys():
+                self._samples[name].close_span(self._version, self._lengths[name])
+            self._version = version
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float, method: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self._processes.is_lost or condition(), timeout_s)
+        self._processes.require(method)
+        self._require_sound()
+
+    def _require_sound(self) -> None:
+        if self._failure is None:
+            return
+        failure, self._failure = self._failure, None
+        if isinstance(failure, RlcoreError):
+            raise failure
+        raise RlcoreError(f"SGLang failed: {failure}") from failure
+
+    def _require_running(self, purpose: str) -> None:
+        if PAUSED in self._held:
+            raise StateError(f"{purpose} is refused while the engine is paused; call resume()")
+        if self._held:
+            raise StateError(f"{purpose} is refused: the replica is held because of {', '.join(sorted(self._held))}")

@@ -1,0 +1,66 @@
+"""One tensor-parallel shard of a replica, in the process of its scheduler."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from rlcore.engines.offload.group import OffloadGroup
+from rlcore.engines.sampling.replica.shard import ReplicaShard
+from rlcore.engines.sampling.sglang import versions
+from rlcore.engines.sampling.sglang.interfaces import SglangScheduler
+from rlcore.engines.sampling.sglang.saved_memory import SavedGroup
+from rlcore.engines.sampling.sglang.target import SglangTarget
+from rlcore.registry import get_device
+
+
+class SglangShard(ReplicaShard):
+    """Its methods are called between two steps, on all ranks at the same place."""
+
+    def __init__(self, scheduler: SglangScheduler) -> None:
+        self._scheduler = scheduler
+        runner = versions.model_runner(scheduler)
+        device = get_device(str(next(runner.model.parameters()).device))
+        super().__init__(SglangTarget(runner, device))
+        versions.forget_stop_tokens(scheduler)
+        if device.spec.is_host:  # no graph is captured that would keep addresses
+            self._offload_groups = {
+                "weights": OffloadGroup(device, self.model.parameters),
+                "kv_cache": OffloadGroup(device, self._kv_caches),
+            }
+        else:
+            self._offload_groups = {
+                "weights": SavedGroup(device, "weights", self.model.parameters, self.model.buffers),
+                "kv_cache": SavedGroup(device, "kv_cache", self._kv_caches, tuple),
+            }
+
+    @property
+    def model(self) -> nn.Module:
+        return versions.model_runner(self._scheduler).model
+
+    def _kv_caches(self) -> list[Tensor]:
+        return versions.kv_caches(self._scheduler)
+
+    def _kv_cache_is_back(self) -> None:
+        for cache in versions.kv_caches(self._scheduler):
+            cache.zero_()
+
+    # ------------------------------------------------------------------------------------------- its requests
+
+    def limit(self) -> int:
+        """Return how many tokens a prompt and its completion may have together; SGLang cuts longer ones short."""
+        return self._scheduler.max_req_len - 1
+
+    def pause(self, keeps_cache: bool) -> None:
+        versions.pause(self._scheduler, keeps_cache=keeps_cache)
+        self.device.synchronize()
+
+    def go_on(self) -> None:
+        versions.go_on(self._scheduler)
+
+    def flush(self) -> None:
+        """Drop all cached keys and values; the scheduler is paused without any."""
+        versions.flush_cache(self._scheduler)
+
+    def progress(self) -> dict[str, int]:
+        """Return how many tokens each request under way has."""
+        return {request.rid: len(request.output_ids) for request in versions.unfinished(self._scheduler)}

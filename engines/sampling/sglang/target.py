@@ -1,0 +1,43 @@
+"""The weights of one of SGLang's schedulers, as a weight sync writes them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlcore.device import Device
+from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.sglang import versions
+from rlcore.engines.sampling.sglang.interfaces import SglangModelRunner
+from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
+from rlcore.errors import CheckpointError
+from rlcore.weights.source import in_files, on_meta
+
+
+class SglangTarget(Target):
+    """The weights of a live SGLang model; ``device`` is the rlcore device that it is on."""
+
+    def __init__(self, runner: SglangModelRunner, device: Device) -> None:
+        self.device = device
+        self._runner = runner
+
+    def meta_model(self) -> tuple[nn.Module, LoadWeights]:
+        model: Any = versions.new_model(self._runner, "meta")
+        return model, model.load_weights
+
+    def checkpoint(self) -> dict[str, Tensor] | None:
+        with suppress(CheckpointError):
+            return on_meta(in_files(check_model_folder(self._runner.model_config.model_path).weight_files))
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        model = self._runner.model
+        return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def reload(self, weights: Weights) -> None:
+        versions.load(self._runner, weights, self.device.torch_device)
+
+    def committed(self, version: int) -> None:
+        """Do nothing: the replica drops what was computed with earlier weights."""

@@ -1,0 +1,112 @@
+"""``LentDevices``: the trainer's devices generate while the trainer has to wait for episodes.
+
+What the trainer holds there leaves by `swap`, and an inference engine on the same devices comes in, gets the trainer's
+weights and answers requests beside the others. Before the trainer goes on, everything is taken back. Requests that the
+engine has not finished stay with it, and go on when the devices are lent again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from rlcore.arguments import AT_LEAST_0, Kind, takes
+from rlcore.engines.residency import State
+from rlcore.engines.swapping.swap import swap
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, first_line
+
+if TYPE_CHECKING:
+    from rlcore.engines.inference import InferenceEngine
+    from rlcore.engines.train import TrainEngine
+    from rlcore.rollout.fleet import Fleet
+
+_log = logging.getLogger(__name__)
+LANE = "lent sampler"
+"""The lane of the timeline."""
+_TRAIN_ENGINE = Kind("a TrainEngine", lambda value: hasattr(value, "sync_weights"))
+_INFERENCE_ENGINE = Kind("an InferenceEngine", lambda value: hasattr(value, "submit") and hasattr(value, "collect"))
+
+
+class LentDevices:
+    """Lends the devices of a trainer while ``RolloutController.wait`` waits.
+
+    Args:
+        train: the trainer, which is on its devices whenever the controller does not wait.
+        infer: an inference engine that was built on the same devices (``colocate_with=train``). It leaves them now.
+        after_s: how long a wait lasts before the devices are lent: to move everything there and back takes time, too.
+
+    Raises:
+        InvalidInputError: the engine has devices that the trainer has not.
+        StateError: one of the engines is not built.
+    """
+
+    @takes("LentDevices", train=_TRAIN_ENGINE, infer=_INFERENCE_ENGINE, after_s=AT_LEAST_0)
+    def __init__(self, train: TrainEngine, infer: InferenceEngine, *, after_s: float = 1.0) -> None:
+        if not train.is_built or not infer.is_built:
+            raise StateError("LentDevices takes engines that are built; call build() first")
+        if foreign := set(infer.devices) - set(train.devices):
+            raise InvalidInputError(
+                f"LentDevices lends the trainer's devices, {', '.join(train.devices)}, and the inference engine is on "
+                f"{', '.join(sorted(foreign))} too; build it with colocate_with=train"
+            )
+        self.train, self.infer, self.after_s = train, infer, after_s
+        self.num_lent = 0
+        """How often they were lent."""
+        self._synced: int | None = None
+        """The trainer's ``num_changes`` when the samplers got its weights."""
+        self._tags: list[str] = []
+        """The trainer's tags that were on its devices, and come back there."""
+        self._is_given_up = False
+        self._is_away = False
+        if infer.state["weights"] is State.LOADED:
+            infer.offload()
+
+    def note_synced(self, train: Any) -> None:
+        """Note that the samplers have this trainer's present weights."""
+        self._synced = train.num_changes if train is self.train else None
+
+    @property
+    def is_possible(self) -> bool:
+        """The trainer has, on its devices, the weights that the samplers serve, and nothing has failed before."""
+        is_there = self.train.state["weights"] is State.LOADED
+        return is_there and not self._is_given_up and self._synced == self.train.num_changes
+
+    def due_in_s(self, waited_s: float) -> float:
+        """Return after how many seconds the devices are lent to somebody who has waited so long; infinite for never."""
+        return max(0.0, self.after_s - waited_s) if not self._is_away and self.is_possible else math.inf
+
+    def lend(self, fleet: Fleet, version: int) -> None:
+        """Move the trainer out and the engine in, and let it generate. Where that fails, nothing is lent any more."""
+        self._is_away = True
+        self._tags = [tag for tag, state in self.train.state.items() if state is State.LOADED]
+        try:
+            self._move_sampler_in(version)
+        except RlcoreError as error:
+            self._is_given_up = True
+            _log.warning("the trainer's devices are not lent any more: %s", first_line(error))
+            return
+        self.num_lent += 1
+        fleet.open_guest()
+
+    def take_back(self, fleet: Fleet) -> None:
+        """Let the engine stand still, and move the trainer in; does nothing where nothing is lent.
+
+        Raises:
+            RlcoreError: the trainer could not come back.
+        """
+        if self._is_away:
+            fleet.hold_guest()
+            self._move_trainer_in()
+            self._is_away = False
+
+    def _move_sampler_in(self, version: int) -> None:
+        others = [tag for tag in self._tags if tag != "weights"]
+        swap(out=[(self.train, others)] if others else [], in_=[(self.infer, "weights")])
+        if self.infer.version != version or self.infer.sync_state != "serving":
+            self.train.sync_weights(self.infer, version=version)
+        swap(out=[(self.train, "weights")], in_=[(self.infer, "kv_cache")])
+
+    def _move_trainer_in(self) -> None:
+        leaving = [tag for tag, state in self.infer.state.items() if state is State.LOADED]
+        swap(out=[(self.infer, leaving)] if leaving else [], in_=[(self.train, self._tags)])

@@ -1,0 +1,128 @@
+"""The meaning of a program's spans: which compute, which copy, and their names in the engines' interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rlcore.trace.events import ProgramTrace, TracedSpan
+
+COMPUTE, COPY, SYNC, SAVE, SETUP, OTHER = "compute", "copy", "sync", "save", "setup", "other"
+_KINDS = {
+    **dict.fromkeys(("generate", "collect", "train_step", "score", "evaluate"), COMPUTE),
+    **dict.fromkeys(("onload", "offload", "meta", "swap", "begin_swap", "swap_step", "reverse_swap", "end_swap"), COPY),
+    **dict.fromkeys(("sync_weights", "sync_call", "read_weights", "take_weights"), SYNC),
+    **dict.fromkeys(("save", "end_save", "load", "export", "state_dict", "load_state_dict"), SAVE),
+    **dict.fromkeys(("start", "build", "close", "reserve_host_memory", "restore_host_limit"), SETUP),
+}
+RECORDING = "recording"
+"""The start and the end of the profiler around a call whose kernels are recorded."""
+_PUBLIC = {
+    RECORDING: "the profiler",
+    "train_step": "train_batch",
+    "score": "forward_logprobs",
+    "evaluate": "eval_batch",
+    "collect": "generate",
+    **dict.fromkeys(("begin_swap", "swap_step", "reverse_swap", "end_swap"), "swap"),
+}
+
+
+def kind_of(span: TracedSpan) -> str:
+    if span.name.startswith("module."):
+        return COMPUTE
+    return _KINDS.get(span.name, OTHER)
+
+
+def public_name(span: TracedSpan) -> str:
+    """Return the name that the program calls it by, with the tag that moves."""
+    name = _PUBLIC.get(span.name, span.name).removeprefix("module.")
+    tag = span.facts.get("tag")
+    return f"{name} {tag}" if tag else name
+
+
+def described(span: TracedSpan, link: Mapping[str, float] | None = None) -> str:
+    """Return the words for a span, of a copy with its bytes and rate; ``link`` has the limits of a bench record."""
+    facts = span.facts
+    if "moves" in facts:
+        return " and ".join(_moved(f"{one['move']} of {one['tag']}", one, link) for one in facts["moves"])
+    if "tag" in facts:
+        return _moved(f"{span.name} of {facts['tag']}", facts, link)
+    if span.name == "sync_weights" and "bytes" in facts:
+        rate = f" at {rate_text(facts['bytes'] / span.seconds)}" if span.seconds > 0 else ""
+        return f"the weight sync, by {facts.get('route')}: {bytes_text(facts['bytes'])}{rate}"
+    return public_name(span)
+
+
+def _moved(what: str, facts: dict[str, Any], link: Mapping[str, float] | None) -> str:
+    nbytes, seconds = facts.get("most_bytes", 0), facts.get("seconds", 0.0)
+    if not nbytes or not seconds:
+        return what
+    rate = nbytes / seconds
+    text = f"{what}: {bytes_text(nbytes)} at {rate_text(rate)}"
+    limit = (link or {}).get(limit_of(what))
+    return text if limit is None else f"{text}, {rate / limit:.0%} of the link's {rate_text(limit)}"
+
+
+def limit_of(move: str) -> str:
+    """Return the name in a bench record of the limit of a move."""
+    return "to_device/pinned" if move.startswith("onload") else "to_host/pinned"
+
+
+def bytes_text(nbytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def rate_text(rate: float) -> str:
+    return f"{bytes_text(rate)}/s"
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+class MeasuredSteps:
+    """The steps of a program: its own spans "step", else what lies between the ends of two weight syncs.
+
+    The first ones warm up, and are left out where others follow; so are those in which kernels were recorded.
+    """
+
+    def __init__(self, trace: ProgramTrace) -> None:
+        own = [(span.begin_ns, span.end_ns) for span in trace.spans if _is_step(span)]
+        if not own:
+            ends = [span.end_ns for span in trace.spans if span.name == "sync_weights" and not span.is_unfinished]
+            own = list(pairwise(ends))
+        self.all: Sequence[tuple[int, int]] = own or [(trace.begin_ns, trace.end_ns)]
+        warm = self.all[2:] if len(self.all) > 3 else self.all[1:] if len(self.all) > 1 else self.all
+        recordings = [span for span in trace.spans if span.name == RECORDING and span.is_of_worker]
+        self.measured = [one for one in warm if not any(_touches(one, span) for span in recordings)] or warm
+        """The steps that tables are about."""
+        self.are_known = bool(own)
+
+    @property
+    def seconds(self) -> float:
+        """The mean time of a measured step."""
+        return sum(end - begin for begin, end in self.measured) / len(self.measured) / 1e9
+
+    def share(self, begin_ns: int, end_ns: int) -> float:
+        """Return the seconds of an interval that lie in measured steps, divided by their number."""
+        inside = sum(max(0, min(end, end_ns) - max(begin, begin_ns)) for begin, end in self.measured)
+        return inside / len(self.measured) / 1e9
+
+    def has(self, span: TracedSpan) -> bool:
+        """The middle of a span is in a measured step."""
+        middle = (span.begin_ns + span.end_ns) // 2
+        return any(begin <= middle < end for begin, end in self.measured)
+
+
+def _is_step(span: TracedSpan) -> bool:
+    return span.name == "step" and span.kind == "program"
+
+
+def _touches(step: tuple[int, int], span: TracedSpan) -> bool:
+    return span.begin_ns < step[1] and span.end_ns > step[0]

@@ -1,0 +1,68 @@
+"""The arguments of SGLang engines; nothing here needs SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rlcore
+from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.engines.sampling.sglang import arguments
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+
+FOLDER: Any = SimpleNamespace(path="model")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Path:
+    """An interpreter beside the source of an SGLang of later versions, as far as names are read from it."""
+    package = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt"
+    (package / "arg_groups" / "fields").mkdir(parents=True)
+    (package / "server_args.py").write_text("class ServerArgs:\n    dtype: str = 'auto'\n")
+    (package / "arg_groups" / "fields" / "cache.py").write_text("class Cache:\n    max_total_tokens: int = 1\n")
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin" / "python"
+
+
+def test_an_unknown_argument_names_the_nearest(environment: Path) -> None:
+    arguments.check_arguments({"dtype": "float32", "max_total_tokens": 5}, environment)
+    with pytest.raises(
+        InvalidInputError, match="SGLang has no engine argument 'max_total_token'; did you mean 'max_to"
+    ):
+        arguments.check_arguments({"max_total_token": 5}, environment)
+
+
+@pytest.mark.parametrize("name", arguments._OWN)
+def test_what_rlcore_sets_is_refused_with_a_reason(name: str, environment: Path) -> None:
+    with pytest.raises(InvalidInputError, match=rf"^build\(\) takes no '{name}' for the sglang executor: \w.* \w"):
+        arguments.check_arguments({name: 1}, environment)
+
+
+def test_the_folder_is_looked_at_before_a_worker_starts(environment: Path, tmp_path: Path) -> None:
+    engine = rlcore.InferenceEngine(tmp_path, executor="sglang")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        engine.build(devices="cpu:0", python=str(environment), dtype="float32")
+
+
+def test_a_missing_sglang_is_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "sglang" else found(name, *more)
+    )
+    with pytest.raises(MissingDependencyError, match=r"the sglang executor needs .* pip install 'rlcore\[sglang\]'"):
+        rlcore.InferenceEngine(tmp_path, executor="sglang").build(devices="cpu:0")
+
+
+def test_each_replica_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads SGLang's source
+    found = []
+    for rank in range(3):
+        context = WorkerContext("it", rank, world_size=3, device_name="cpu:0", number=0, devices=("cpu:0", "cpu:1"))
+        made = arguments.engine_arguments({"random_seed": 7, "max_total_tokens": 99}, FOLDER, context)
+        assert (made["tp_size"], made["device"], made["max_total_tokens"]) == (2, "cpu", 99)
+        found.append(made["random_seed"])
+    assert found == [7, 8, 9]

@@ -1,0 +1,139 @@
+"""The executor with real SGLang: beside transformers, under weight syncs, and when a process is killed.
+
+The conformance suite holds its contract; what is here is SGLang's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.conformance.ends import Belongings, descendants
+from rlcore.errors import InvalidInputError, RlcoreError, WorkerDiedError
+from tests.model_rounding import logprob_rounding
+
+from .conftest import DEVICE, WriteModel
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+NOTICED_S = 5.0
+PROMPTS = [[9, 0, 2, 1], [3]]
+FREE = {"max_tokens": 12, "ignore_eos": True, "seed": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2Config": {},
+    "Qwen3Config": {"head_dim": 32, "tie_word_embeddings": True},
+    "LlamaConfig": {},
+}
+
+
+def schedulers(engine: rlcore.InferenceEngine) -> list[int]:
+    pids = descendants(engine.executors[0].workers[0].process_id)
+    return sorted(pid for pid in pids if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def largest_gap(engine: rlcore.InferenceEngine, folder: Path, **params: Any) -> float:
+    """Return the largest difference between the engine's log-probs and those that transformers computes."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    gaps = []
+    for output in engine.generate(PROMPTS, FREE | params):
+        (completion,) = output.outputs
+        ids = torch.tensor([output.prompt_token_ids + completion.token_ids], device=DEVICE)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].float()
+        expected = (logits / params.get("temperature", 1.0)).log_softmax(-1)
+        chosen = expected.gather(1, ids[0, len(output.prompt_token_ids) :, None]).squeeze(1).cpu()
+        gaps.append((chosen - torch.tensor(completion.logprobs)).abs().max().item())
+    return max(gaps)
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
+    config: str, write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
+) -> None:
+    first, second = (write_model(config, seed=seed, **MODELS[config]) for seed in (0, 1))
+    with build_sglang(first) as infer, build_train(second) as train:
+        for temperature in (0.7, 1.0, 1.3):
+            assert largest_gap(infer, first, temperature=temperature) < logprob_rounding(first, num_tokens=16)
+        report = train.sync_weights(infer, verify=True)
+        assert report.fallback_bytes == 0, "all of it is copied by plan"
+        assert largest_gap(infer, second) < logprob_rounding(second, num_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def two_ranks_folder(write_model: WriteModel) -> Path:
+    return write_model()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(two_ranks_folder: Path, build_sglang: Callable[..., Any]) -> Iterator[rlcore.InferenceEngine]:
+    if DEVICE != "cpu:0" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    devices = ["cpu:0", "cpu:1"] if DEVICE == "cpu:0" else ["cuda:0", "cuda:1"]
+    with build_sglang(two_ranks_folder, devices=devices, tensor_parallel_size=2) as engine:
+        yield engine
+
+
+def test_they_sample_what_transformers_says(two_ranks: Any, two_ranks_folder: Path) -> None:
+    assert largest_gap(two_ranks, two_ranks_folder) < logprob_rounding(two_ranks_folder, num_tokens=16)
+    one, again = (two_ranks.generate(PROMPTS, FREE)[0].outputs[0].token_ids for _ in range(2))
+    assert one == again
+
+
+@pytest.mark.parametrize("route", ["direct", "packed", "collective"])
+def test_each_gets_its_shards(
+    two_ranks: Any, route: str, write_model: WriteModel, build_train: Callable[..., Any]
+) -> None:
+    other = write_model(seed=len(route))
+    with build_train(other) as train:
+        report = train.sync_weights(two_ranks, route=route, verify=True)
+    assert report.fallback_bytes == 0
+    assert largest_gap(two_ranks, other) < logprob_rounding(other, num_tokens=16)
+
+
+def test_nothing_listens_beyond_this_host(two_ranks: Any) -> None:
+    told = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+    listening = [line.split()[3] for line in told.splitlines() if "sglang::" in line]
+    assert [address for address in listening if not address.startswith(("127.0.0.1:", "[::1]:"))] == []
+
+
+def test_a_killed_scheduler_is_named_at_once_and_takes_nothing_with_it(two_ranks: Any) -> None:
+    belongings = Belongings(two_ranks)
+    two_ranks.submit(PROMPTS, {"max_tokens": 200, "ignore_eos": True})
+    _, second = schedulers(two_ranks)
+    os.kill(second, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=rf"lost SGLang's scheduler \(process {second}, .*killed by SIGKILL"):
+        while True:
+            two_ranks.collect(timeout_s=60)
+    assert time.monotonic() - began < NOTICED_S
+    belongings.wait_until_gone()
+
+
+def test_a_killed_worker_leaves_no_scheduler(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
+    with build_sglang(write_model()) as infer:
+        belongings = Belongings(infer)
+        os.kill(infer.executors[0].workers[0].process_id, signal.SIGKILL)
+        belongings.wait_until_gone()
+
+
+def test_a_value_that_sglang_refuses_is_told(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
+    with pytest.raises(RlcoreError, match="SGLang could not start: ValueError: 'no_such_format' is not a valid"):
+        build_sglang(write_model(), load_format="no_such_format")
+
+
+def test_a_prompt_that_is_too_long_is_refused(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
+    """SGLang would cut it short without a word."""
+    with build_sglang(write_model(), context_length=32) as infer:
+        with pytest.raises(InvalidInputError, match=r"together 41; the model has 30 positions \(context_length\)"):
+            infer.generate([[5]], {"max_tokens": 40})
+        assert len(infer.generate([[5]], FREE | {"max_tokens": 29})[0].outputs[0].token_ids) == 29

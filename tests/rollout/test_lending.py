@@ -1,0 +1,207 @@
+"""The trainer's devices are lent to a sampler while the trainer waits, and are back before it goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import rlcore
+from rlcore.engines.residency import State
+from rlcore.errors import InvalidInputError, StateError, SyncError
+from rlcore.ops import decoupled_ppo, group_advantage
+from rlcore.quickstart.model import quickstart_model
+from rlcore.quickstart.policy import policy_class
+from rlcore.rollout import LentDevices, RolloutController, SingleTurn
+from tests.model_rounding import logprob_rounding
+from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
+from tests.rollout.test_rollout_controller import Steps
+
+
+class Trainer(SimulatedTrainer):
+    """Has what ``LentDevices`` asks of a trainer."""
+
+    is_built = True
+    devices = ("cpu:0",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_changes = 0
+        self.state = {"weights": State.LOADED}
+
+
+class Guest(SimulatedEngine):
+    is_built = True
+    devices = ("cpu:0",)
+    state: ClassVar[dict[str, State]] = {"weights": State.OFFLOADED}
+
+
+class Lent(LentDevices):
+    """Moves nothing, and notes what would move."""
+
+    moves: list[str]
+    fails = False
+
+    def __init__(self, train: Any, infer: Any, **options: Any) -> None:
+        super().__init__(train, infer, **options)
+        self.moves = []
+
+    def _move_sampler_in(self, version: int) -> None:
+        self.moves.append("in")
+        if self.fails:
+            raise SyncError("planted")
+        self.infer.version = version  # type: ignore[misc]
+
+    def _move_trainer_in(self) -> None:
+        assert self.infer._is_paused, "the sampler stands still before anything moves"  # type: ignore[attr-defined]
+        self.moves.append("back")
+
+
+def controller(lent: Lent, engine: SimulatedEngine, **options: Any) -> RolloutController:
+    options = {"batch_size": 8, "max_staleness": 0, "max_in_flight": 2} | options
+    return RolloutController(engine, Steps(), lent=lent, **options)  # type: ignore[arg-type]
+
+
+def test_what_waits_for_room_goes_to_the_lent_devices_which_are_back_when_the_wait_ends() -> None:
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.02)
+    with controller(lent, engine) as rollout:
+        items = [30] * 8
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        for step in range(3):
+            batch = rollout.prepare_batch(items, timeout_s=60)
+            assert lent.moves == ["in", "back"] * (step + 1) and guest._is_paused
+            assert len(batch["rewards"]) == 8 and int(batch["versions"].max()) == step
+            trainer.num_changes += 1  # it trains
+            rollout.update_weights(trainer)  # type: ignore[arg-type]
+        stats = rollout.stats
+    # Eight requests of 30 steps, two at a time: the engine alone would have had all.
+    assert guest._next_number > 0 and engine._next_number + guest._next_number >= 24
+    assert lent.num_lent == 3 and stats.lent > 0 and "; lent to samplers " in str(stats)
+    assert (stats.given, stats.tokens_discarded, stats.requests_moved) == (24, 0, 0)
+    assert trainer.synced == [1, 1, 1, 1], "a weight update leaves the lent engine out"
+
+
+def test_requests_stay_with_the_lent_engine_and_go_on_when_it_is_lent_again() -> None:
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.01)
+    with controller(lent, engine, batch_size=2, max_staleness=1, max_in_flight=1) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        numbers = [rollout.submit(steps) for steps in (20, 400, 20, 20)]
+        first = rollout.wait(2, timeout_s=60)
+        held = guest.num_under_way
+        rollout.update_weights(trainer)  # type: ignore[arg-type]
+        second = rollout.wait(2, timeout_s=60)
+        assert sorted(one.number for one in (*first, *second)) == numbers
+        assert rollout.stats.tokens_discarded == 0 and held <= 1
+
+
+def test_nothing_is_lent_while_the_trainer_has_other_weights_than_the_samplers() -> None:
+    trainer, guest, engine = Trainer(), Guest(), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.0)
+    with controller(lent, engine, max_staleness=1) as rollout:
+        items = [20] * 8
+        rollout.prepare_batch(items, timeout_s=60)
+        assert lent.moves == [], "the samplers never had its weights"
+        rollout.update_weights(trainer)  # type: ignore[arg-type]
+        trainer.num_changes += 1
+        rollout.prepare_batch(items, timeout_s=60)
+        assert lent.moves == [], "it has trained since"
+
+
+def test_a_move_that_fails_ends_the_lending_and_the_trainer_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    trainer, guest, engine = Trainer(), Guest(), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.0)
+    lent.fails = True
+    with controller(lent, engine) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        items = [20] * 8
+        for _ in range(2):
+            rollout.prepare_batch(items, timeout_s=60)
+            rollout.update_weights(trainer)  # type: ignore[arg-type]
+    assert lent.moves == ["in", "back"] and lent.num_lent == 0
+    assert "the trainer's devices are not lent any more: planted" in caplog.text
+
+
+def test_an_error_and_a_deadline_bring_the_trainer_back_too() -> None:
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.01)
+    with controller(lent, engine) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError):
+            rollout.prepare_batch([10_000] * 8, timeout_s=0.1)
+        assert lent.moves == ["in", "back"] and guest._is_paused
+        with pytest.raises(TimeoutError):
+            rollout.rollout_batch([10_000] * 8, timeout_s=0.1)
+        assert lent.moves == ["in", "back"] * 2
+    assert not guest._is_paused and guest.num_under_way == 0, "the engine is the caller's again"
+
+
+def test_wrong_engines_are_refused() -> None:
+    trainer, guest = Trainer(), Guest()
+    guest.devices = ("cpu:0", "cpu:1")  # type: ignore[assignment]
+    with pytest.raises(InvalidInputError, match=r"the trainer's devices, cpu:0, and .* is on cpu:1 too; build it with"):
+        Lent(trainer, guest)
+    guest.is_built = False
+    with pytest.raises(StateError, match="LentDevices takes engines that are built"):
+        Lent(trainer, guest)
+    with pytest.raises(InvalidInputError, match=r"RolloutController\(lent=\) needs max_in_flight="):
+        RolloutController(SimulatedEngine(), Steps(), batch_size=1, lent=Lent(trainer, Guest()))  # type: ignore[arg-type]
+
+
+def test_an_engine_has_no_more_than_max_in_flight() -> None:
+    engine = SimulatedEngine(step_s=0.0005)
+    most = 0
+    collect = engine.collect
+
+    def counted(timeout_s: float | None = None) -> Any:
+        nonlocal most
+        most = max(most, engine.num_under_way)
+        return collect(timeout_s)
+
+    engine.collect = counted  # type: ignore[method-assign]
+    with RolloutController(engine, Steps(), batch_size=12, max_in_flight=3) as rollout:  # type: ignore[arg-type]
+        assert len(rollout.rollout_episodes([5] * 12, timeout_s=60)) == 12
+    assert most == 3
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Path]:
+    yield quickstart_model(seed=0, cache=tmp_path)
+
+
+@pytest.mark.slow
+def test_real_engines_change_places_and_the_trainer_learns_the_same(model: Path) -> None:
+    """A sampler of its own and one on the trainer's device, whose tokens are as the trainer scores them."""
+    with rlcore.meta_device():
+        module = policy_class(model).from_pretrained(model)
+    workflow = SingleTurn(lambda data, text: float(len(text)), {"n": 4, "max_tokens": 24, "ignore_eos": True})
+    items = [{"prompt": f"{a:02d}+{b:02d}="} for a in range(4) for b in range(4)]
+    with (
+        rlcore.TrainEngine(module) as train,
+        rlcore.InferenceEngine(model) as own,
+        rlcore.InferenceEngine(model) as guest,
+    ):
+        train.build(devices="cpu:0", launcher="inline")
+        own.build(devices="cpu:1", launcher="inline", dtype="float32")
+        guest.build(colocate_with=train, launcher="inline", dtype="float32")
+        lent = LentDevices(train, guest, after_s=0.0)
+        assert guest.state["weights"] is State.OFFLOADED
+        with RolloutController(own, workflow, batch_size=16, max_staleness=0, max_in_flight=4, lent=lent) as rollout:
+            rollout.update_weights(train, version=0)
+            for step in range(3):
+                batch = rollout.prepare_batch(items, timeout_s=300)
+                assert train.state == dict.fromkeys(train.tags, State.LOADED)
+                assert lent.num_lent == step + 1 and guest.version == step
+                difference = (train.forward_logprobs(batch) - batch["rollout_logprobs"]).abs().max()
+                assert difference < logprob_rounding(model, num_tokens=32)
+                advantages = group_advantage(batch["rewards"], group=batch["group"])
+                batch |= {"advantages": advantages, "old_logprobs": train.forward_logprobs(batch)}
+                assert torch.isfinite(torch.tensor(train.train_batch(batch, decoupled_ppo())["grad_norm"]))
+                rollout.update_weights(train)
+            assert rollout.stats.lent > 0 and rollout.stats.given == 48
