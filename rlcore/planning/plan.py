@@ -26,6 +26,10 @@ _MOST_TOKENS = 32768
 _SEQUENCES = 32
 """Sequences of the longest that the sampler's cache must hold: with fewer, vLLM computes for too few at a time."""
 _STEP, _TRIES, _CAUTION = 256, 3, 0.98
+_NOT_PLANNED = (
+    "activation_checkpointing", "replicas", "compile", "sequence_parallel_size", "tensor_parallel_size",
+    "expert_parallel_size",
+)  # fmt: skip
 _LARGEST = 1 << 17
 """Tokens of a micro-batch beyond which nobody looks: it would keep any device busy."""
 _SIZES = {"count": optional(COUNT), "max_tokens": optional(COUNT), "longest": COUNT, "tensor_parallel": optional(COUNT)}
@@ -177,7 +181,9 @@ def _check(options: dict[str, Any], longest: int, prompt_tokens: int, max_tokens
         Sharding(**options)
     except TypeError as error:
         raise InvalidInputError(f"options= of plan() are those of the fsdp2 executor's build: {error}") from error
-    for name in ("activation_checkpointing", "replicas", "sequence_parallel_size", "compile"):
+    if options.get("compute_dtype") == "float8":
+        raise InvalidInputError("options= of plan() has compute_dtype='float8': plans do not know it; plan bfloat16")
+    for name in _NOT_PLANNED:
         if name in options:
             said = {"activation_checkpointing": "give it as recompute=", "replicas": "give it as replicas="}
             raise InvalidInputError(f"options= of plan() has {name}: {said.get(name, 'plans do not know it')}")
