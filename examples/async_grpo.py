@@ -4,11 +4,10 @@ usage: async_grpo.py [MAX_STALENESS [STEPS [SEED [TIMELINE]]]]
 
 Trainer and sampler have a device and a process each. First the model imitates a teacher that forgets carries, as in
 ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous. TIMELINE is the name of a
-picture (and of a .json beside it) of who did what when.
+file, in JSON, of who did what when; ``rlcore trace examples/async_grpo.py 2`` shows that as a page.
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,8 +87,7 @@ def main(max_staleness: int = 1, num_steps: int = 40, seed: int = 0, *, timeline
             seconds = rollout.timeline.total_s
             print(rollout.stats)
             if timeline:
-                rollout.timeline.save(Path(timeline).with_suffix(".json"))
-                rollout.timeline.draw(timeline)
+                rollout.timeline.save(timeline)
             print(f"accuracy {accuracy(rollout, held_out, answer):.3f} after {num_steps} steps in {seconds:.1f} s")
 
 
@@ -100,5 +98,5 @@ def accuracy(rollout: RolloutController, held_out: list[Any], answer: SingleTurn
 
 
 if __name__ == "__main__":
-    numbers, picture = [int(one) for one in sys.argv[1:4]], sys.argv[4] if len(sys.argv) > 4 else ""
-    main(*numbers, timeline=picture)
+    numbers, file = [int(one) for one in sys.argv[1:4]], sys.argv[4] if len(sys.argv) > 4 else ""
+    main(*numbers, timeline=file)

@@ -102,9 +102,15 @@ def strided_split(placement: Any) -> int | None:
 def root_of(mesh: Any) -> Any:
     """Return the mesh of which ``mesh`` has some of the dimensions, or itself.
 
-    A mesh alone does not say which other ranks have the same place in it. Since torch 2.10.
+    A mesh alone does not say which other ranks have the same place in it. Since torch 2.10, where the table of all
+    meshes may have the method.
     """
-    return mesh._get_root_mesh()
+    from torch.distributed import device_mesh  # takes a while
+
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    table: Any = device_mesh._mesh_resources
+    return table.get_root_mesh(mesh)
 
 
 def schema_of(operation: Any) -> Any:

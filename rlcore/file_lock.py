@@ -7,8 +7,10 @@ tell whether files are still in use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+from pathlib import Path
 
 
 def share(descriptor: int) -> None:
@@ -30,6 +32,20 @@ def take(descriptor: int) -> bool | None:
     except OSError:
         return None
     return True
+
+
+def take_folder(folder: Path) -> int:
+    """Hold a folder alone, and return the descriptor that does: until it is closed, or the process has ended.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    if take(descriptor) is False:
+        os.close(descriptor)
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process holds it", str(folder))
+    return descriptor
 
 
 def let_go(descriptor: int) -> None:

@@ -101,7 +101,8 @@ class Run:
         self.held_out = self.held_out[: options.held_out]
         self._engines: list[Any] = []
         self.train = self.build(algorithm.policy)
-        self.infer = self.keep(rlcore.InferenceEngine(self.path).build(colocate_with=self.train, dtype="float32"))
+        sampler = rlcore.InferenceEngine(self.path, executor=options.sampler)
+        self.infer = self.keep(sampler.build(colocate_with=self.train, dtype="float32"))
 
     def keep(self, engine: Any) -> Any:
         """Close this engine when the run ends."""
@@ -114,7 +115,7 @@ class Run:
         with rlcore.meta_device():
             module = kind.from_pretrained(self.path)
         place: dict[str, Any] = {"colocate_with": self.train} if self._engines else {}
-        engine: rlcore.TrainEngine = self.keep(rlcore.TrainEngine(module).build(**place))
+        engine: rlcore.TrainEngine = self.keep(rlcore.TrainEngine(module, executor=self.options.trainer).build(**place))
         return engine
 
     def close(self) -> None:
@@ -180,6 +181,8 @@ def main(algorithm: Algorithm, argv: list[str] | None = None) -> tuple[float, fl
     for name, number in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--rate", type=float, default=3e-4, help="the learning rate")
+    parser.add_argument("--trainer", default="fsdp2", help="the train executor")
+    parser.add_argument("--sampler", default="hf", help="the inference executor")
     run = Run(algorithm, parser.parse_args(argv))
     try:
         run.imitate(run.options.imitation)

@@ -37,7 +37,15 @@ def trace(
         Path | None, typer.Option(help="A record of `rlcore bench run` of this machine, to compare with its limits.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Run nothing: make the report of the trace in this folder again.")
+        list[Path] | None,
+        typer.Option(help="Run nothing: make the report of the trace in this folder again; several with --picture."),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw who generated, trained and waited in the traces of --report, such as timeline.png."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="How much of each trace --picture draws.", show_default="all")
     ] = None,
 ) -> None:
     """Run a program and show where its time goes: one timeline over all of its workers, and why devices are idle.
@@ -45,10 +53,20 @@ def trace(
     Options of rlcore come before PROGRAM. The exit code is the program's. A trace of a program that was killed is
     reported as any other.
     """
-    if (report is None) == (not command):
+    if bool(report) == bool(command):
         raise typer.BadParameter("give a program to run, or --report with the folder of a trace", param_hint="PROGRAM")
-    if report is not None:
-        _show(report, record)
+    if (picture is not None and not report) or (picture is None and len(report or ()) > 1):
+        raise typer.BadParameter(
+            "it draws the traces of --report, of which there may be several", param_hint="--picture"
+        )
+    if picture is not None:
+        from rlcore.trace.gantt import draw_gantt
+
+        draw_gantt(report or [], picture, seconds=seconds)
+        print(picture)
+        return
+    if report:
+        _show(report[0], record)
         return
     program = _resolved(command or [])
     folder = output or _new_folder((command or [""])[0])

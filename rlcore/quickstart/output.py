@@ -16,7 +16,6 @@ on held-out problems, at the steps where it was measured) and the seconds of eac
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import os
 import time
@@ -28,6 +27,7 @@ import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from rlcore.file_lock import take_folder
 from rlcore.quickstart.config import RECORD, QuickstartConfig
 
 PHASES = ("generate", "train", "sync", "offload")
@@ -80,12 +80,7 @@ class RunFolder:
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         with self._named_errors("make"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            self._take()
-        except BaseException:
-            self.close()
-            raise
+            self._lock = self._taken()
 
     def __enter__(self) -> Self:
         return self
@@ -231,9 +226,10 @@ class RunFolder:
         model = "its own model" if config.model is None else str(config.model)
         return f"{model}, seed {config.seed}, {self._num_done()} of {config.steps} steps done"
 
-    def _take(self) -> None:
+    def _taken(self) -> int:
+        """Return the descriptor that holds the folder."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at any end of the process
+            return take_folder(self.path)
         except BlockingIOError as error:
             raise CheckpointError(
                 f"{self.path} is in use by another process; wait for it to end, or use another --output"

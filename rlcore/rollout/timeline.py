@@ -1,4 +1,7 @@
-"""``Timeline``: when samplers generated, when the trainer trained or waited, and when weights were synced."""
+"""``Timeline``: when samplers generated, when the trainer trained or waited, and when weights were synced.
+
+A traced program has its spans in the trace, too: ``rlcore trace --picture`` draws them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,11 @@ import threading
 import time
 from collections import defaultdict, deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlcore import spans
 from rlcore.arguments import PATH, takes
 from rlcore.atomic import write_file
-from rlcore.errors import InvalidInputError, MissingDependencyError
-
-_COLORS = {"generate": "tab:blue", "train": "tab:green", "wait": "lightgray", "sync": "tab:red"}
 
 
 class Span(NamedTuple):
@@ -90,31 +90,3 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write the spans as JSON: ``[{"lane", "what", "begin_s", "end_s"}, ...]``."""
         write_file(Path(path), json.dumps([span._asdict() for span in self.spans], indent=0).encode())
-
-    @takes("Timeline.draw()", path=PATH)
-    def draw(self, path: str | Path, *, begin_s: float = 0.0, end_s: float | None = None) -> None:
-        """Draw the lanes as a Gantt chart, into a file of any format that matplotlib writes.
-
-        Raises:
-            MissingDependencyError: matplotlib is absent.
-            InvalidInputError: nothing has been recorded between ``begin_s`` and ``end_s``.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependencyError("matplotlib", needed_for="a picture of the timeline", extra="bench") from error
-        spans = [one for one in self.spans if one.end_s > begin_s and (end_s is None or one.begin_s < end_s)]
-        if not spans:
-            raise InvalidInputError(f"the timeline has nothing between {begin_s} s and {end_s} s to draw")
-        lanes = sorted({span.lane for span in spans}, reverse=True)
-        figure = Figure(figsize=(10, 0.8 + 0.5 * len(lanes)), layout="constrained")
-        axes: Any = figure.add_subplot()
-        for what, color in _COLORS.items():
-            for row, lane in enumerate(lanes):
-                own = [(one.begin_s, one.end_s - one.begin_s) for one in spans if (one.lane, one.what) == (lane, what)]
-                axes.broken_barh(own, (row - 0.4, 0.8), color=color, label=what if row == 0 else None)
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.set_xlim(begin_s, max(span.end_s for span in spans) if end_s is None else end_s)
-        axes.set_xlabel("seconds")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.25), ncols=4, frameon=False)
-        figure.savefig(path)

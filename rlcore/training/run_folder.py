@@ -12,7 +12,6 @@ A step's lines are written before its checkpoint. A resume drops the lines of la
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from rlcore.file_lock import take_folder
 from rlcore.training.config import MetricsSection, TrainConfig
 
 Metrics = Mapping[str, float]
@@ -43,8 +43,7 @@ class TrainFolder:
         self._check(config, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at any end of the process
+            self._lock = take_folder(self.path)
             write_file(self._record, msgspec.json.format(msgspec.json.encode(config)))
         except BlockingIOError as error:
             raise CheckpointError(f"{self.path} is in use by another process; give another output=") from error

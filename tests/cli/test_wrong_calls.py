@@ -87,6 +87,8 @@ USAGE = [
     ("doctor --json extra", "extra"),
     ("trace", "give a program to run, or --report with the folder of a trace"),
     ("trace --report here true", "give a program to run, or --report with the folder of a trace"),
+    ("trace --picture a.png true", "it draws the traces of --report, of which there may be several"),
+    ("trace --report here --report mine", "it draws the traces of --report, of which there may be several"),
     ("trace -o '' true", "the path is empty; give a name, or . for this folder"),
 ]
 """Command, and what the last line on standard error names. Exit code 2."""
@@ -123,6 +125,10 @@ COMMANDS = [
     (
         "trace --report nowhere",
         "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there; give the fold",
+    ),
+    (
+        "trace --report nowhere --picture a.png",
+        "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there",
     ),
     ("trace -o text.json true", "the folder of the trace {here}/text.json cannot be made: File exists"),
     ("trace --report mine --record nowhere", "cannot read the benchmark record nowhere: No such file or directory"),

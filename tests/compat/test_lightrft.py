@@ -186,6 +186,7 @@ def test_engines_sleep_generate_and_resume(
     for step in range(3):
         strategy.save_ckpt(actor.model, str(folder), f"step{step}", 2, client_state={"consumed": step})
     assert sorted(one.name for one in folder.iterdir()) == ["notes", "step1", "step2"]
+    (folder / "plots").mkdir()  # newer than any
     actor.engine.load_state_dict(reference.engine.state_dict())
     assert strategy.load_ckpt(actor.model, str(folder)) == (str(folder / "step2"), {"consumed": 2})
     assert_same_bits(actor(SEQUENCES, 3, attention_mask=MASK).detach(), after)

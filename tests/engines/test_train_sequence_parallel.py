@@ -15,7 +15,9 @@ import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import gspo, ppo_clip
 from rlcore.packed.sequence_parallel import own_tokens
+from tests.accuracy import rounding
 
+from . import long_sequence
 from .plain_training import Truth, assert_metrics
 from .train_batches import VOCAB, packed_batch
 from .train_policy import Build, Regression, regression_weights, train_policy
@@ -66,6 +68,15 @@ def test_steps_and_log_probs_are_those_of_plain_pytorch(
         assert_metrics(found, *step)
         truth.assert_logprobs(engine.forward_logprobs(batch, temperature=0.7, **limit), batch, temperature=0.7)
     truth.assert_weights(engine.state_dict())
+
+
+@pytest.mark.slow
+def test_a_long_sequence_is_that_of_one_worker() -> None:
+    """The program that takes any length and the shape of a 0.5B; here the tiny one."""
+    num_tokens = 512
+    found = long_sequence.main(["--tiny", "--tokens", str(num_tokens)])
+    limit = rounding(num_tokens)  # of sums over tokens, in another order
+    assert max(found["apart"].values()) <= limit, found["apart"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,8 @@ from rlcore.examples.algorithms import (
 )
 from rlcore.quickstart import task
 
+INSTALLED = Path(sys.prefix) / "deepspeed"
+"""Where `make test-slow` installs it, apart from what the other tests import."""
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "algorithms"
 ALGORITHMS = {
     "cpgd": cpgd.CPGD,
@@ -92,11 +96,36 @@ def test_the_tokens_of_high_entropy_are_those_of_the_batch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_learns(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward that an untrained model finds at once, the share of sevens; or the algorithm's own."""
-    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path_factory.getbasetemp() / "algorithms"))
-    monkeypatch.setenv("RLCORE_DEVICE", "cpu")
     monkeypatch.setattr(ttrl, "LABELLED_STEPS", 0)
-    monkeypatch.setattr(loop.Run, "verify", lambda run, problem, text: text.count("7") / 3)
+    rewards = curve(ALGORITHMS[name](), tmp_path_factory, monkeypatch)
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.15, rewards
+
+
+@pytest.mark.slow
+def test_fsdp2_and_deepspeed_have_one_curve(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same program with the other trainer: the same answers, of which each has its own random numbers."""
+    if INSTALLED.is_dir():
+        monkeypatch.syspath_prepend(str(INSTALLED))
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed; `make test-slow` does it")
+    first, second = (
+        curve(dr_grpo.DrGRPO(), tmp_path_factory, monkeypatch, "--trainer", trainer)
+        for trainer in ("fsdp2", "deepspeed")
+    )
+    # A rounding changes a sampled token only where a random number is next to the edge of a probability.
+    assert first == second and first[-1] > first[0]
+
+
+def curve(
+    algorithm: loop.Algorithm,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+) -> list[float]:
+    """Return the reward of each step: one that an untrained model finds at once, the share of sevens, or its own."""
+    sizes = "--rate 3e-3 --steps 6 --problems 4 --samples 8 --held-out 8 --imitation 0"
     rewards: list[float] = []
     step = loop.Run.step
 
@@ -104,7 +133,10 @@ def test_it_learns(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypa
         rewards.append(step(run))
         return rewards[-1]
 
-    monkeypatch.setattr(loop.Run, "step", kept)
-    sizes = "--rate 3e-3 --steps 6 --problems 4 --samples 8 --held-out 8 --imitation 0"
-    loop.main(ALGORITHMS[name](), sizes.split())
-    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.15, rewards
+    with monkeypatch.context() as patch:
+        patch.setenv("RLCORE_CACHE", str(tmp_path_factory.getbasetemp() / "algorithms"))
+        patch.setenv("RLCORE_DEVICE", "cpu")
+        patch.setattr(loop.Run, "verify", lambda run, problem, text: text.count("7") / 3)
+        patch.setattr(loop.Run, "step", kept)
+        loop.main(algorithm, [*sizes.split(), *arguments])
+    return rewards

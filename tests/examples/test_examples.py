@@ -25,12 +25,13 @@ ELSEWHERE = (
     "addition.py",
     "areal_grpo.py",
     "async_grpo.py",
+    "count_squares.py",
     "lightrft_grpo.py",
     "reward_model.py",
     "rlite_tutorial.py",
     "sampler_parity.py",
     "tinker_grpo.py",
-)  # docs/migrating.md, docs/rollout.md, docs/train.md, docs/vllm.md
+)  # docs/images.md, docs/migrating.md, docs/rollout.md, docs/train.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
-from rlcore.rollout import RemoteVerifier
+from rlcore.rollout import RemoteVerifier, RolloutController, SingleTurn
+from tests.rollout.simulated_engine import SimulatedEngine
 
 
 class Server(ThreadingHTTPServer):
@@ -26,6 +27,7 @@ class Server(ThreadingHTTPServer):
         self.sizes: list[int] = []
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.refused = "refuse"
 
     @property
     def url(self) -> str:
@@ -43,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(1)
             return
         self.server.may_answer.wait(20)
-        if texts == ["refuse"]:
+        if texts == [self.server.refused]:
             self.send_error(503, "no room")
             return
         if texts == ["garbage"]:
@@ -146,3 +148,55 @@ def test_wrong_arguments_are_refused(server: Server) -> None:
         asyncio.run(verifier({}, "x"))
     with RemoteVerifier("http://127.0.0.1:9/x") as absent, pytest.raises(RolloutError, match="cannot be asked"):
         asyncio.run(absent({}, "x"))
+
+
+# ------------------------------------------------------------------------------------------------- in a controller
+
+
+def controller(server: Server, max_items: int = 64, **options: Any) -> RolloutController:
+    verifier = RemoteVerifier(server.url, timeout_s=5, max_items=max_items)
+    return RolloutController(
+        SimulatedEngine(), SingleTurn(verifier, prompt=lambda data: [data["length"], 1]), **options
+    )
+
+
+def test_episodes_are_sampled_while_the_server_thinks_and_get_their_own_rewards(server: Server) -> None:
+    items = [{"length": length, "factor": factor} for length in (1, 2, 5) for factor in (1.0, 10.0, -1.0)]
+    server.may_answer.clear()
+    rollout = controller(server, batch_size=len(items))
+    try:
+        for item in items:
+            rollout.submit(item)
+        until(lambda: server.sizes)
+        assert rollout.stats.given == 0
+        server.may_answer.set()
+        batch = rollout.wait(timeout_s=20)
+    finally:
+        rollout.close()
+    expected = sorted(item["factor"] * item["length"] for item in items)
+    found = sorted(one.reward for episode in batch for one in episode.trajectories)
+    assert found == expected and sum(server.sizes) == len(items)
+    assert len(server.sizes) < len(items), "what waited meanwhile goes together"
+
+
+def test_a_server_that_refuses_costs_its_own_episodes_alone(server: Server) -> None:
+    """The simulated engine's texts are sevens; the server answers those of three with an error."""
+    server.refused = "777"
+    rollout = controller(server, max_items=1, batch_size=4, max_failures_in_row=3)
+    try:
+        for length in (1, 3, 2, 4, 5):
+            rollout.submit({"length": length, "factor": 1.0})
+        batch = rollout.wait(timeout_s=20)
+        assert sorted(one.reward for episode in batch for one in episode.trajectories) == [1, 2, 4, 5]
+        until(lambda: rollout.stats.failed == 1)
+        for _ in range(3):
+            rollout.submit({"length": 3, "factor": 1.0})
+        with pytest.raises(RolloutError, match=r"3 episodes have failed in a row, the last one with .*503.*no room"):
+            rollout.wait(timeout_s=20)
+    finally:
+        rollout.close()
+
+
+def until(condition: Any) -> None:
+    while not condition():
+        time.sleep(0.002)

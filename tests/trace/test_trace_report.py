@@ -158,3 +158,35 @@ def test_a_record_without_limits_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(whole | {"calibration": None, "cases": []}))
     with pytest.raises(InvalidInputError, match=r"mine.json has no limits of its machine; give a record with"):
         make_report(tmp_path, tmp_path / "mine.json")
+
+
+def rolled_out(folder: Path, *, waits_ms: float) -> Path:
+    """Write a program whose trainer waits so long for each of three batches, and trains for 30 ms."""
+    folder.mkdir()
+    made, at = MadeProgram(folder).program, 500.0
+    made.write(lane="trainer", name="train", at=0, end=round(at * 1e6))  # an evaluation before the first step
+    for _ in range(3):
+        for name, lasts in (("wait", waits_ms), ("train", 30.0), ("sync", 2.0)):
+            made.write(lane="trainer", name=name, at=round(at * 1e6), end=round((at + lasts) * 1e6))
+            at += lasts
+        made.write(lane="sampler 0", name="generate", at=round((at - 60) * 1e6), end=round(at * 1e6))
+    return folder
+
+
+def test_two_programs_are_drawn_on_one_scale(tmp_path: Path) -> None:
+    from rlcore.trace.gantt import draw_gantt
+
+    folders = [rolled_out(tmp_path / name, waits_ms=ms) for name, ms in (("synchronous", 60), ("asynchronous", 5))]
+    draw_gantt(folders, tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert all(
+        f"<!-- {name}: {lane} -->" in drawn
+        for name in ("synchronous", "asynchronous")
+        for lane in ("trainer", "sampler 0")
+    )
+    assert "<!-- 0.25 -->" in drawn and "<!-- 0.5 -->" not in drawn, "the longest takes 276 ms from its first wait"
+    with pytest.raises(InvalidInputError, match=r"the picture cannot be written to .*both\.nothing"):
+        draw_gantt(folders, tmp_path / "both.nothing")
+    colocated(tmp_path)
+    with pytest.raises(InvalidInputError, match="has nothing of a RolloutController to draw"):
+        draw_gantt([tmp_path], tmp_path / "both.svg")

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from rlcore.cli import main as cli
 from rlcore.configuration_file import read_configuration
 from rlcore.errors import CheckpointError, RlcoreError
-from rlcore.quickstart.model import quickstart_model
 from rlcore.training.config import TrainConfig
 from rlcore.training.items import ShuffledItems, function_of, items_of
 from rlcore.training.run_folder import TrainFolder
@@ -38,11 +37,7 @@ number = 3
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "judge", raising=False)
-    model = quickstart_model(seed=0, cache=tmp_path / "cache")
+def config(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "items.jsonl").write_text('{"prompt": "1"}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1"}\nprompt\n')

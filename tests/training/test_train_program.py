@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 from rlcore.cli import main as cli
 from rlcore.errors import InvalidInputError
 from rlcore.examples import addition
-from rlcore.quickstart.model import quickstart_model
 from tests.warm import ENGINES, kill, warm, warm_workers, without_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,11 +42,7 @@ def workflow(config):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "sevens", raising=False)
-    model = quickstart_model(seed=0, cache=tmp_path / "cache")
+def folder(tmp_path: Path, model: Path) -> Path:
     items = [json.dumps({"prompt": f"{number:02d}+{number:02d}="}) for number in range(ITEMS)]
     (tmp_path / "items.jsonl").write_text("\n".join(items))
     (tmp_path / "sevens.py").write_text(SEVENS)

@@ -428,8 +428,7 @@ class StrategyBase:
         folder = Path(save_dir)
         self._actor_of(model).engine.save(folder / (tag or "checkpoint"), dict(client_state or {}))
         if self.is_rank_0():
-            checkpoints = [one for one in _by_age(folder) if committed(one)]  # other folders are not ours to remove
-            for old in checkpoints[: -max(max_num, 1)]:
+            for old in _checkpoints_of(folder)[: -max(max_num, 1)]:
                 shutil.rmtree(old)
         self.sync_and_clear_cache()
 
@@ -448,7 +447,7 @@ class StrategyBase:
         """Continue from a checkpoint, the newest without ``tag``; return its folder and the ``client_state``."""
         if not (load_module_strict and load_optimizer_states and load_lr_scheduler_states) or load_module_only:
             raise UnsupportedError("load_ckpt() of a part", "a checkpoint is loaded whole; pretrain takes an export")
-        found = [Path(load_dir, tag)] if tag else _by_age(Path(load_dir))
+        found = [Path(load_dir, tag)] if tag else _checkpoints_of(Path(load_dir))
         if not found or not found[-1].is_dir():
             raise CheckpointError(f"no checkpoint in {load_dir}" + (f" has the name {tag!r}" if tag else ""))
         return str(found[-1]), self._actor_of(model).engine.load(found[-1])
@@ -465,8 +464,9 @@ class StrategyBase:
                 engine.close()
 
 
-def _by_age(folder: Path) -> list[Path]:
-    """Return the folders in a folder, the oldest first."""
+def _checkpoints_of(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the oldest first. Other folders there are not ours to load or to remove."""
     if not folder.is_dir():
         return []
-    return sorted((one for one in folder.iterdir() if one.is_dir()), key=lambda one: one.stat().st_mtime_ns)
+    found = [one for one in folder.iterdir() if one.is_dir() and committed(one)]
+    return sorted(found, key=lambda one: one.stat().st_mtime_ns)

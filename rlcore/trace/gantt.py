@@ -1,0 +1,64 @@
+"""A picture of who generated, trained, waited and synced: traces of programs one above the other, on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import InvalidInputError, MissingDependencyError
+from rlcore.trace.events import LaneSpan, read_trace
+
+_COLORS = {"generate": "tab:blue", "train": "tab:green", "wait": "lightgray", "sync": "tab:red"}
+
+
+def draw_gantt(folders: Sequence[Path], path: Path, *, seconds: float | None = None) -> None:
+    """Draw what a ``RolloutController`` noted in these traces, into a file of any format that matplotlib writes.
+
+    Args:
+        seconds: how much of each program is drawn, from when its trainer first waited; None is the longest.
+
+    Raises:
+        InvalidInputError: a trace has nothing of a controller, or the file cannot be written.
+        MissingDependencyError: matplotlib is absent.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", needed_for="a picture of a trace", extra="bench") from error
+    programs = {folder.name: _lanes(folder) for folder in folders}
+    lengths = [max(span.end_ns for span in lanes) - _begin(lanes) for lanes in programs.values()]
+    shown_s = seconds or max(lengths) / 1e9
+    rows = [(name, lane) for name, lanes in programs.items() for lane in sorted({span.lane for span in lanes})][::-1]
+    figure = Figure(figsize=(10, 0.9 + 0.42 * len(rows)), layout="constrained")
+    axes: Any = figure.add_subplot()
+    for what, color in _COLORS.items():
+        for row, (name, lane) in enumerate(rows):
+            begin = _begin(programs[name])
+            own = [
+                ((span.begin_ns - begin) / 1e9, (span.end_ns - span.begin_ns) / 1e9)
+                for span in programs[name]
+                if (span.lane, span.name) == (lane, what)
+            ]
+            axes.broken_barh(own, (row - 0.4, 0.8), color=color, label=what if row == 0 else None)
+    axes.set_yticks(range(len(rows)), [f"{name}: {lane}" for name, lane in rows])
+    axes.set_xlim(0, shown_s)
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside upper center", ncols=len(_COLORS), frameon=False)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # such as a format that it does not know
+        raise InvalidInputError(f"the picture cannot be written to {path}: {error}") from error
+
+
+def _lanes(folder: Path) -> list[LaneSpan]:
+    found = read_trace(folder).lanes
+    if not found:
+        raise InvalidInputError(f"the trace in {folder} has nothing of a RolloutController to draw")
+    return found
+
+
+def _begin(lanes: Sequence[LaneSpan]) -> int:
+    """Return when the trainer first waited: what comes before is a start, or an evaluation."""
+    waits = [span.begin_ns for span in lanes if span.name == "wait"]
+    return min(waits or [span.begin_ns for span in lanes])

@@ -1,0 +1,108 @@
+"""One long sequence over workers that share it, beside one worker: the same log-probs, loss, gradients and weights.
+
+``python -m tests.engines.long_sequence --tokens 8192 --workers 4`` trains the shape of a Qwen2 0.5B for a step on CPUs.
+``--sizes tensor_parallel_size=2 ...`` takes other sizes of ``build()``. One worker's activations of attention and the
+time of its products limit the length: both grow with the square of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+import rlcore
+from rlcore.bench.cases.models import QWEN_0_5B, TINY, ModelShape, packed_batch, policy, policy_class
+from rlcore.ops import ppo_clip
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+
+
+class Found(NamedTuple):
+    """What one engine came to."""
+
+    logprobs: Tensor
+    metrics: dict[str, float]
+    weights: dict[str, Tensor]
+    step_s: float
+    peak_bytes: int
+    """The most resident memory of a worker."""
+
+
+def policy_of(shape: ModelShape) -> Any:
+    class Watched(policy_class(shape)):  # type: ignore[misc]
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)  # weights then differ as gradients do
+
+        def peak_bytes(self) -> int:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    return policy(shape, torch.float32, "cpu", Watched)
+
+
+def run(shape: ModelShape, tokens: int, sizes: dict[str, int], timeout_s: float) -> Found:
+    batch, number = packed_batch(shape.vocabulary, [tokens], seed=0), math.prod(sizes.values())
+    limit = {"max_tokens_per_micro_batch": tokens}
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // number))  # of the workers
+    with rlcore.TrainEngine(policy_of(shape)) as engine:
+        devices = [f"cpu:{index}" for index in range(number)]
+        engine.build(devices=devices, launcher="process", activation_checkpointing=True, timeout_s=timeout_s, **sizes)
+        logprobs = engine.forward_logprobs(batch, **limit)
+        started = time.perf_counter()
+        metrics = engine.train_batch(batch, ppo_clip(), max_grad_norm=None, **limit)
+        step_s = time.perf_counter() - started
+        return Found(logprobs, metrics, engine.state_dict(), step_s, max(engine.call("peak_bytes")))
+
+
+def compared(one: Found, several: Found) -> dict[str, float]:
+    """Return how far the two are apart: of weights, whose steps are gradients, the norm over that of the gradients."""
+    norm = one.metrics["grad_norm"]
+    apart = sum(float((one.weights[name] - held).double().square().sum()) for name, held in several.weights.items())
+    return {
+        "logprob": float((one.logprobs - several.logprobs).abs().max()),
+        "loss": abs(one.metrics["loss"] - several.metrics["loss"]),
+        "grad_norm": abs(norm - several.metrics["grad_norm"]) / norm,
+        "weights": math.sqrt(apart) / norm,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=0, help="0: all")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--sizes", nargs="*", default=[], metavar="NAME=NUMBER")
+    parser.add_argument("--timeout-s", type=float, default=3600.0)
+    given = parser.parse_args(arguments)
+    shape = replace(TINY, heads=4) if given.tiny else replace(QWEN_0_5B, heads=16, head_size=56)  # 14 do not divide
+    shape = replace(shape, layers=given.layers or shape.layers)
+    sizes = {name: int(number) for name, _, number in (one.partition("=") for one in given.sizes)}
+    sizes = sizes or {"sequence_parallel_size": given.workers}
+    one = run(shape, given.tokens, {}, given.timeout_s)
+    several = run(shape, given.tokens, sizes, given.timeout_s)
+    found = {
+        "tokens": given.tokens,
+        "layers": shape.layers,
+        "sizes": sizes,
+        "apart": compared(one, several),
+        "step_s": [one.step_s, several.step_s],
+        "peak_GiB_a_worker": [one.peak_bytes / 2**30, several.peak_bytes / 2**30],
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
