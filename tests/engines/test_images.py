@@ -208,6 +208,25 @@ def test_steps_are_those_of_a_plain_loop(build: Build, place: Place, model_folde
         truth.assert_logprobs(engine.forward_logprobs(batch, **options), tensors_of(batch))
 
 
+def test_completions_of_one_prompt_share_its_images(build: Build, model_folder: Callable[[str], Path]) -> None:
+    """The tower sees an image once, and its gradients are of all sequences that have it."""
+    prompts = mixed_prompts(QWEN)
+    batch = image_batch([prompts[0], prompts[0], prompts[1], prompts[2], prompts[0], prompts[1]], num_new=6)
+    engine, folder = build(1), model_folder(QWEN)
+    truth = ImageTruth(lambda: policy_of(QWEN).from_pretrained(folder), inputs_of(batch))
+    truth.assert_step(engine.train_batch(batch, ppo_clip()), tensors_of(batch), ppo_clip())
+    truth.assert_weights(engine.state_dict())
+    seen: list[int] = []
+    module = policy_of(QWEN).from_pretrained(folder)
+    module.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    weight_T = tensors_of(batch)["loss_mask"].float()
+    packed = {"input_ids": batch["input_ids"], "cu_seqlens": batch["cu_seqlens"], WEIGHT: weight_T}
+    [own] = rank_batches(packed, 1, 200, inputs=module.prepare_inputs(packed, inputs_of(batch)))
+    for part in micro_batches(own, weight_T != 0, 200, CPU):
+        module.hidden_states(part.tokens)
+    assert seen == [sum(len(one["pixel_values"]) for one in prompts[:2])]
+
+
 def test_micro_batches_have_the_images_of_their_sequences() -> None:
     batch = image_batch(mixed_prompts(QWEN))
     tensors = tensors_of(batch)
