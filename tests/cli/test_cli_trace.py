@@ -115,7 +115,7 @@ def test_the_first_steps_of_the_quickstart_have_spans_of_every_worker(tmp_path: 
     assert len(trace.processes) == 2 and trace.notes == []
     engines = {(span.facts["engine"], span.facts["rank"]) for span in trace.spans if span.is_of_worker}
     assert engines == {("the train engine", 0), ("the inference engine", 0)}
-    asked = {(call.name, call.facts.get("tag")) for call in trace.calls()}
+    asked = {(call.name, call.facts.get("tag")) for call in trace.calls}
     moves = {("onload", "optimizer"), ("offload", "optimizer"), ("onload", "weights"), ("offload", "weights")}
     others = {(name, None) for name in ("generate", "score", "train_step", "sync_weights", "save", "export")}
     assert moves | others <= asked
