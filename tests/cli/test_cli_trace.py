@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rlcore.cli import main as cli
 from rlcore.engines import runtime
+from rlcore.errors import InvalidInputError
 from rlcore.trace.events import read_trace
 from tests.warm import ENGINES, LIMIT_S, run_warm, warm, without_settings
 
@@ -67,6 +70,13 @@ def test_ctrl_c_ends_the_program_and_then_comes_the_report(tmp_path: Path) -> No
         out, errors = command.communicate(timeout=LIMIT_S)
     assert command.returncode in (130, 1), errors
     assert "KeyboardInterrupt" in errors and "Where a step's time goes" in out
+
+
+def test_a_program_without_rlcore_has_noted_nothing(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"true ended with exit code 0 and noted nothing: it built no engine of"
+    ):
+        CliRunner().invoke(cli.app, ["trace", "-o", str(tmp_path), "true"], catch_exceptions=False)
 
 
 def test_init_traces_the_program_and_reports_at_its_end(tmp_path: Path) -> None:
