@@ -348,10 +348,10 @@ class TrainEngine(CheckpointedEngine):
     ) -> Mapping[str, SequenceInput]:
         """Return all that ``hidden_states`` needs beside the tokens."""
         found = self._module.prepare_inputs(packed, inputs)
-        if found and self._sizes.sequences > 1:
+        if found and self._sizes != Sizes():
             raise UnsupportedError(
-                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sizes.sequences}",
-                "the tokens of an image would be on several ranks; build with sequence_parallel_size=1",
+                f"a batch with {', '.join(sorted(inputs))} where ranks share sequences or layers ({self._sizes})",
+                "vision towers run whole on each rank; build with data parallelism alone, and all other sizes 1",
             )
         return found
 

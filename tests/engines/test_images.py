@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rlcore.engines.executors.micro_batch import micro_batches
 from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import ppo_clip
+from rlcore.parallel_plans import Sizes
+from rlcore.rollout import RolloutController, SingleTurn
 from rlcore.sequence_input import SequenceInput
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
@@ -225,12 +228,12 @@ def test_micro_batches_have_the_images_of_their_sequences() -> None:
     assert seen == 2 * int(weight_T.sum()), "each token is scored once"
 
 
-def test_images_under_sequence_parallelism_are_refused(model_folder: Callable[[str], Path]) -> None:
-    module = module_of(QWEN, model_folder(QWEN))
-    engine = rlcore.TrainEngine(module)
-    engine._sequence_parallel_size = 2
+@pytest.mark.parametrize("sizes", [Sizes(sequences=2), Sizes(tensor=2)])
+def test_images_are_refused_where_ranks_share_a_sequence(sizes: Sizes, model_folder: Callable[[str], Path]) -> None:
+    engine = rlcore.TrainEngine(module_of(QWEN, model_folder(QWEN)))
+    engine._sizes = sizes
     batch = image_batch([prompt_of(QWEN)])
-    with pytest.raises(UnsupportedError, match="build with sequence_parallel_size=1"):
+    with pytest.raises(UnsupportedError, match="build with data parallelism alone"):
         engine._prepared(tensors_of(batch), inputs_of(batch))
 
 
@@ -371,6 +374,38 @@ def test_an_export_is_a_folder_that_everybody_reads(
         outputs = infer.generate(mixed_prompts(QWEN), {"max_tokens": 6, "ignore_eos": True}, progress=False)
         check_logprobs(QWEN, tmp_path / "exported", outputs, rlcore.collate(outputs), engine)
     assert_same_weights(engine.state_dict(), state)
+
+
+# ---------------------------------------------------------------------------------------------------------- rollout
+
+
+def test_episodes_have_the_images_of_their_prompts(model_folder: Callable[[str], Path]) -> None:
+    """In a controller's batches; a state of it, which is plain data, has such episodes begin anew."""
+    prompts = mixed_prompts(QWEN)
+    sampling = {"n": 2, "max_tokens": 5, "ignore_eos": True}
+    with (
+        rlcore.InferenceEngine(model_folder(QWEN)).build(devices="cpu") as infer,
+        rlcore.TrainEngine(module_of(QWEN, infer.path)).build(colocate_with=infer) as train,
+    ):
+        workflow = SingleTurn(lambda data, text: float(data), sampling, prompt=lambda number: prompts[number])
+        rollout = RolloutController(infer, workflow, batch_size=2)
+        try:
+            batch = rollout.rollout_batch([0, 2, 3], timeout_s=60)
+            mask = batch["loss_mask"]
+            for row, number in enumerate((0, 0, 2, 2, 3, 3)):
+                pixels = prompts[number]["pixel_values"] if number != 2 else torch.empty(0, 96)
+                assert_same_bits(batch["pixel_values"].part(row), pixels)
+            found, sampled = train.forward_logprobs(batch)[mask], batch["rollout_logprobs"][mask]
+            exact = train.forward_logprobs(batch, max_tokens_per_micro_batch=40)[mask].double()
+            assert_as_accurate(found, sampled, exact, factor=8)
+            for number in (1, 2):
+                rollout.submit(number)
+            while rollout.stats.ended < 5:
+                time.sleep(0.01)
+            state = rollout.state_dict()
+        finally:
+            rollout.close()
+    assert [data for _, data in state["queued"]] == [1] and [data for _, data, _ in state["ready"]] == [2]
 
 
 # --------------------------------------------------------------------------------------------------- sequence inputs
