@@ -267,7 +267,7 @@ class Engine(ABC):
     @property
     def can_swap(self) -> bool:
         """``rlcore.swap`` can move its tags; else call ``offload`` and ``onload``."""
-        return self._executor_class.can_swap
+        return bool(self._executor_class.can_swap)
 
     @property
     def is_built(self) -> bool:
