@@ -48,6 +48,8 @@ class Worker:
     """A module of the user's is sent to the workers."""
     drives_replica: ClassVar[bool] = False
     """One worker drives all ``tensor_parallel_size`` devices of a replica; else each worker has one device."""
+    can_swap: ClassVar[bool] = True
+    """Its tags are ``offload_groups``, which ``rlcore.swap`` moves both ways at once."""
     options_class: ClassVar[type[Any] | None] = None
     """A dataclass of the options of ``build`` that checks their values; None: the keyword arguments of ``build``."""
 
