@@ -87,6 +87,7 @@ class ReplicaExecutor(InferenceExecutor):
     runs_on_many_devices: ClassVar[bool] = True
     owns_process: ClassVar[bool] = True
     drives_replica: ClassVar[bool] = True
+    can_swap: ClassVar[bool] = False
 
     engine_name: ClassVar[str]
     """The name of the engine that it drives, as errors say it."""
