@@ -16,6 +16,7 @@ from rlcore.engines.executors.micro_batch import micro_batches
 from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import ppo_clip
+from rlcore.parallel_plans import Sizes
 from rlcore.sequence_input import SequenceInput
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
@@ -228,7 +229,7 @@ def test_micro_batches_have_the_images_of_their_sequences() -> None:
 def test_images_under_sequence_parallelism_are_refused(model_folder: Callable[[str], Path]) -> None:
     module = module_of(QWEN, model_folder(QWEN))
     engine = rlcore.TrainEngine(module)
-    engine._sequence_parallel_size = 2
+    engine._sizes = Sizes(sequences=2)
     batch = image_batch([prompt_of(QWEN)])
     with pytest.raises(UnsupportedError, match="build with sequence_parallel_size=1"):
         engine._prepared(tensors_of(batch), inputs_of(batch))
