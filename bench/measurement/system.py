@@ -15,6 +15,7 @@ from rlcore import __version__
 from rlcore.bench.record import SCHEMA, Effort, Record, System
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
+from rlcore.kernels.tile_choices import tuned
 from rlcore.registry import get_device
 
 PACKAGES = (
@@ -90,6 +91,8 @@ def _software_stack(device: Device) -> dict[str, str]:
     found = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     with contextlib.suppress(DeviceError, MissingDependencyError, UnsupportedError):  # it has none, or cannot be asked
         found["driver"] = device.driver_version()
+    if not device.spec.is_host and (tiles := tuned(device.properties().name)) is not None:
+        found["tiles"] = "; ".join(f"{name}: {chosen}" for name, chosen in tiles.tiles.items())
     return {name: version for name, version in found.items() if version}
 
 

@@ -27,7 +27,6 @@ from rlcore.kernels.linear.triton_tiles import (
     LEAST,
     LN_2,
     LOG2_E,
-    PRODUCT,
     TILE_H,
     TILE_T,
     TILE_V,
@@ -35,6 +34,7 @@ from rlcore.kernels.linear.triton_tiles import (
     descriptor,
     grid,
     num_cores,
+    product_tile,
     tile_place,
     tile_product,
 )
@@ -190,7 +190,8 @@ def dlogits_from_product(
         descriptor(hidden_TH, TILE_T, TILE_H), descriptor(strip_VH, TILE_V, TILE_H),
         None if bias_V is None else bias_V[columns],
         rows.inverse_temperature, statistics.normaliser, terms.slant, terms.bend,
-        descriptor(out, TILE_T, TILE_V), T, len(strip_VH), H, NUM_PROGRAMS=num_cores(hidden_TH.device), **PRODUCT,
+        descriptor(out, TILE_T, TILE_V), T, len(strip_VH), H, NUM_PROGRAMS=num_cores(hidden_TH.device),
+        **product_tile(hidden_TH.device.type),
     )  # fmt: skip
     _set_target(out, columns.start, rows, statistics, terms)
     return out

@@ -29,7 +29,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rlcore.kernels import tile_choices
 from rlcore.kernels.softmax_rows import ScaledRows
+from rlcore.planned import planned_device
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -47,7 +49,7 @@ TILE_T, TILE_V, TILE_H = 128, 256, 64
 # alone; groups of 8 or 32, four stages, and stores by pointer or in halves were no faster.
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _BUSY = 0.95  # share of the cores
-PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "GROUP": 16, "num_warps": 8, "num_stages": 3}
+_PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -204,7 +206,8 @@ def tile_statistics(
         _statistics_kernel[grid(T, end_v - first_v, hidden_TH.device)](
             *tiles, bias_V, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
             stored_tiles if end_v <= num_stored else None,
-            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device), **PRODUCT,
+            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device),
+            **product_tile(hidden_TH.device.type),
         )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.ignored, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
@@ -212,6 +215,11 @@ def tile_statistics(
         **_MERGE,
     )  # fmt: skip
     return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)
+
+
+def product_tile(device_type: str) -> dict[str, int]:
+    """Return the compile options of products in tiles."""
+    return {**_PRODUCT, **tile_choices.tile("product of tiles", device_type)}
 
 
 def descriptor(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
@@ -236,8 +244,13 @@ def rows_of_a_wave(num_columns: int, device: torch.device) -> int | None:
     return down * TILE_T if down * across >= _BUSY * num_cores(device) else None
 
 
-@functools.cache
 def num_cores(device: torch.device) -> int:
+    planned = planned_device(device)
+    return _num_cores_here(device) if planned is None else planned.cores
+
+
+@functools.cache
+def _num_cores_here(device: torch.device) -> int:
     if INTERPRETS.value:
         return 2
     count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count

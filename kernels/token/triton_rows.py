@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlcore.kernels import tile_choices
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
 from rlcore.kernels.operands import check_values, is_checked_on_device, kernels_verdict
 from rlcore.kernels.softmax_rows import RowStatistics, RowStatsBuffer, ScaledRows, row_stats_
@@ -37,12 +38,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-200.0)
 """Columns of -inf are lifted to this exponent: 2^-200 is 0 in float32, and 0 times it is no NaN."""
 
-# The fastest of nine and of eight on one H200 for 16384 x 151936 bfloat16 logits: 1.13 ms with entropy, 2.45 ms.
-# docs/performance.md has what others take, on an H100 for float32 logits as well.
-_STATISTICS_TILE = {"LANES": 512, "num_warps": 8}
 _READ_BYTES = 16
 """A lane's run of columns is one read of a thread, so that the threads of a warp read neighbouring memory."""
-_GRADIENT_TILE = {"BLOCK": 2048, "num_warps": 2}
 _COLUMN_BYTES = 60
 """All tensors that either kernel holds of one column take at most so many: with a softcap, a mask, wide logits."""
 
@@ -53,13 +50,13 @@ def statistics_tile(device_type: str, itemsize: int = 2) -> dict[str, int]:
     The mask of one run is a length, so that the device's compiler need not read the columns that it hides.
     """
     if (found := limits(device_type)) is None:
-        return _STATISTICS_TILE | {"RUN": _READ_BYTES // itemsize}
+        return {**tile_choices.tile("statistics of rows", device_type), "RUN": _READ_BYTES // itemsize}
     return {"LANES": 1, "RUN": columns(found, _COLUMN_BYTES)}
 
 
 def gradient_tile(device_type: str) -> dict[str, int]:
     if (found := limits(device_type)) is None:
-        return _GRADIENT_TILE
+        return dict(tile_choices.tile("gradient of rows", device_type))
     return {"BLOCK": columns(found, _COLUMN_BYTES)}
 
 

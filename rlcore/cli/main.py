@@ -31,6 +31,7 @@ from rlcore.cli.parity import parity
 from rlcore.cli.plan import plan
 from rlcore.cli.trace import trace
 from rlcore.cli.train import train
+from rlcore.cli.tune import tune
 from rlcore.errors import RlcoreError, printable
 from rlcore.settings import Settings
 from rlcore.torch_import import import_torch
@@ -53,6 +54,7 @@ app.command("parity")(parity)
 app.command("plan")(plan)
 app.command("trace", context_settings={"allow_interspersed_args": False})(trace)
 app.command("train")(train)
+app.command("tune")(tune)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.train import TrainEngine
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.meta import meta_device
 from rlcore.parity.layers import PartDifference, compare, first_difference, largest_growth
 from rlcore.parity.policy import probed_class
@@ -29,6 +29,7 @@ from rlcore.parity.statistics import LogProbAgreement, PositionDifference, by_po
 from rlcore.routing.routers import ROUTES, routers_of
 
 _PROMPT_TOKENS, _SAMPLES = 16, 4
+_RETURNING_ROUTES = ("hf", "vllm")
 _MOST_PROBED = 128
 """Tokens of the sequence whose parts are compared: all results of all layers come to the host."""
 
@@ -115,9 +116,10 @@ def measure(
         batch = collate(outputs)
         apart = _apart(train, batch, options)
         plain = {name: entry for name, entry in batch.items() if name != ROUTES}
-        without = LogProbAgreement.of(_apart(train, plain, options).flatten()) if has_experts else None
-        routes_apart = _routes_apart(train, outputs) if has_experts else None
-        ours = train.call("part_results", sequence, gather="first") if options.layers else {}
+        replays = ROUTES in batch
+        without = LogProbAgreement.of(_apart(train, plain, options).flatten()) if replays else None
+        routes_apart = _routes_apart(train, outputs) if replays else None
+        ours = train.call("part_results", sequence, gather="first") if theirs else {}
     parts = compare(ours, theirs)
     return ParityReport(
         model=folder.name,
@@ -146,7 +148,7 @@ def _build(folder: Path, options: ParityOptions, **more: Any) -> InferenceEngine
 
 
 def _sampled(folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool) -> list[RequestOutput]:
-    more = {"enable_return_routed_experts": True} if has_experts else {}
+    more = {"enable_return_routed_experts": True} if has_experts and options.infer in _RETURNING_ROUTES else {}
     each = -(-options.sequences // len(prompts))
     params = {"n": each, "max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}
     with _build(folder, options, **more) as infer:
@@ -159,7 +161,11 @@ def _looked_inside(
     is_vllm = options.infer == "vllm"
     say("looking inside the sampler" + (", which is built again without compiled code" if is_vllm else ""))
     with _build(folder, options, **({"enforce_eager": True} if is_vllm else {})) as infer:
-        return infer.activations(sequence)
+        try:
+            return infer.activations(sequence)
+        except UnsupportedError as error:
+            say(f"the parts of the model are not compared: {error}")
+            return {}
 
 
 def _apart(train: TrainEngine, batch: Mapping[str, Tensor], options: ParityOptions) -> Tensor:

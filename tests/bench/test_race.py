@@ -37,6 +37,7 @@ def test_phases_of_a_step_come_to_the_whole_and_the_first_step_is_left_out(tmp_p
         assert times.phases["generate"][number] >= 0.02 and times.phases["rest"][number] >= 0.01
     assert times.peak_bytes > 0
     found = race._quantities(times, LOAD.num_tokens)
+    assert "sync" not in found, "a record takes no phase that the side has not"
     assert found["new_tokens"].value == [2 * 4 * 3 / seconds for seconds in times.seconds]
 
 

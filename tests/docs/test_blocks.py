@@ -33,6 +33,7 @@ ELSEWHERE = {
     "docs/devices.md": "tests/devices/test_docs_of_devices.py",
     "docs/integrations.md": "tests/docs/test_integrations.py",
     "docs/kernels.md": "tests/kernels/test_docs_of_kernels.py",
+    "docs/plan.md": "tests/planning/test_plan.py",
     "docs/plugins.md": "tests/docs/test_plugins.py",
     **{
         f"docs/guides/{name}.md": "tests/examples/test_examples.py"
@@ -62,9 +63,11 @@ NOT_RUN = {
     },
     "docs/rollout.md": {
         0: "a function for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
-        1: "a class for a program with engines; tests/rollout/test_rollout_client.py makes such calls",
-        2: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
+        1: "a function for a program with engines; tests/rollout/test_lending.py makes such calls",
+        2: "a class for a program with engines; tests/rollout/test_rollout_client.py makes such calls",
+        3: "functions for a program with engines; tests/rollout/test_rollout_engines.py makes such calls",
     },
+    "docs/trace.md": {0: "a function for a program with a sampler; tests/cli/test_cli_trace.py makes such calls"},
     "docs/trl.md": dict.fromkeys(range(2), "a part of a program; tests/integrations/test_trl.py makes such calls"),
     "docs/deepspeed.md": {0: "needs DeepSpeed; tests/engines/test_train_deepspeed.py makes such calls"},
     "docs/vllm.md": dict.fromkeys(range(6), "needs vLLM; tests marked vllm make such calls"),

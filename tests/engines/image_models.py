@@ -170,8 +170,26 @@ class ImageTruth(Truth):
         self.reference = PlainImageTraining(make(), torch.float32, inputs)
 
 
+def continued_logprobs(model: Any, prompt: list[int], completion: list[int], inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the log-prob of each token of a completion by transformers' own forward: the prompt, then the others.
+
+    In the completion no token stands for an image: transformers' forward of all at once would take it for one.
+    """
+    ids = torch.tensor([completion])
+    model.model.rope_deltas = None  # the Qwen models would take those of the last prompt with images for a text's
+    first = _forward(model, torch.tensor(prompt), inputs, use_cache=True)
+    then = model(input_ids=ids[:, :-1], past_key_values=first.past_key_values) if len(completion) > 1 else None
+    logits = torch.cat([first.logits[0, -1:], *([] if then is None else [then.logits[0]])])
+    return logits.log_softmax(-1).gather(1, ids.T)[:, 0]
+
+
 def plain_logits(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return [L, V] of transformers' own forward of one sequence, all of whose image tokens stand for images."""
+    logits_LV: Tensor = _forward(model, ids_L, inputs, use_cache=False).logits[0]
+    return logits_LV
+
+
+def _forward(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor], **options: Any) -> Any:
     from transformers import Gemma3ForConditionalGeneration
 
     is_image_1L = (ids_L == IMAGE)[None]
@@ -183,8 +201,7 @@ def plain_logits(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor]) -> Ten
     moved = {
         name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items() if len(value)
     }
-    logits_LV: Tensor = model(input_ids=ids_L[None], use_cache=False, **types, **moved).logits[0]
-    return logits_LV
+    return model(input_ids=ids_L[None], **types, **moved, **options)
 
 
 def image_batch(prompts: Sequence[Any], *, num_new: int = 5, seed: int = 0) -> dict[str, Any]:

@@ -82,6 +82,17 @@ def test_the_part_that_is_wrong_is_named(moe_folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+def test_a_sampler_that_cannot_look_inside_is_compared_without_parts(
+    qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(HfExecutor, "activations")
+    result = parity(qwen2_folder)
+    assert result.exit_code == 0
+    assert "the parts of the model are not compared: activations() of HfExecutor is not supported" in result.stderr
+    assert "first difference" not in result.stdout
+
+
+@pytest.mark.slow
 def test_a_dense_model_and_prompts_of_text(qwen2_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text("1+2\n\n3*4=\n")

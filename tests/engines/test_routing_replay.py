@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from rlcore.kernels.losses.interface import sequence_level
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.routing.routers import NO_ROUTE, ROUTES, routers_of, selecting
 from tests.accuracy import assert_as_accurate, assert_parts_as_accurate, assert_within_rounding, rounding
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
 NUM_EXPERTS = 6
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -240,6 +244,41 @@ def test_routes_of_another_model_are_refused(
             call(batch | {ROUTES: batch[ROUTES][:, :, :2]})
         with pytest.raises(InvalidInputError, match=r"routed_experts must be whole numbers of shape \[\d+ tokens"):
             call(batch | {ROUTES: batch[ROUTES].float()})
+
+
+@pytest.fixture
+def two_devices(
+    shared_devices: tuple[str, ...], short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...]:
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+    return shared_devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", ["data_parallel_size", "sequence_parallel_size"])
+def test_ranks_take_the_routes_of_their_own_tokens(
+    folder: Path,
+    outputs: list[RequestOutput],
+    build: Callable[..., rlcore.TrainEngine],
+    two_devices: tuple[str, ...],
+    sharing: str,
+) -> None:
+    batch = forced(rlcore.collate(outputs))
+    alone = build()
+    reference, alone_metrics = alone.forward_logprobs(batch), alone.train_batch(batch, minus_logprob)
+    exact_model = loaded(folder).double()
+    exact_model.config._experts_implementation = "eager"
+    exact, _ = step_alone(exact_model, batch)
+    with rlcore.TrainEngine(policy(folder)) as engine:
+        engine.build(devices=two_devices, launcher="process", timeout_s=250, **{sharing: 2})
+        found = engine.forward_logprobs(batch)
+        metrics = engine.train_batch(batch, minus_logprob, max_tokens_per_micro_batch=30)
+    kept = batch["loss_mask"]
+    assert_as_accurate(found[kept], reference[kept], exact)
+    for name in ("expert_load/max_over_mean", "expert_load/entropy"):
+        assert_within_rounding(metrics[name], alone_metrics[name], terms=40, dtype=torch.float32)
+    p99 = f"{MISMATCH}p99"
+    assert alone_metrics[p99] / 2 ** (1 / 32) <= metrics[p99] * (1 + rounding(8)), "the bin, or the next"
 
 
 # -------------------------------------------------------------------------------------------------- mismatch

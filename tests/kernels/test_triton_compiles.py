@@ -29,7 +29,7 @@ from tests.kernels.triton_cases import (  # noqa: E402
     portable_files,
 )
 
-TILES = triton_tiles.PRODUCT
+TILES = triton_tiles.product_tile("cpu")
 HIDDEN = f"tensordesc<bf16[{TILES['BT']},{TILES['BH']}]>"
 WEIGHT = f"tensordesc<bf16[{TILES['BV']},{TILES['BH']}]>"
 STORED = f"[{TILES['BT']},{TILES['BV']}]>"

@@ -27,7 +27,10 @@ from rlcore.errors import BenchError, MissingDependencyError
 from rlcore.process.python_command import python_command
 
 PHASES = ("generate", "sync", "old_logprob", "rest")
-"""The parts of a step that all sides tell. "rest": rewards, the update, and what moves between host and device."""
+"""The parts of a step that all sides tell. "rest": rewards, the update, and what moves between host and device.
+
+rlcore's side needs no "old_logprob": with one optimizer step a batch the old policy is the one that is trained.
+"""
 OFFLOADED = ", offloaded"
 SIDES = {
     "rlcore": "rlcore_side",
@@ -53,7 +56,7 @@ class RaceLoad:
     new_tokens: int = 512
     """The tokens of every completion: neither side gains from lengths that differ."""
     sequences_at_once: int = 16
-    """Sequences of a micro-batch."""
+    """Sequences of a micro-batch, on all sides."""
     offloads: bool = False
     """The trainer is in host memory while vLLM samples; else it stays on the device, and vLLM alone leaves."""
     recomputes: bool = False
@@ -101,7 +104,7 @@ def _check(times: SideTimes) -> None:
 
 
 def _quantities(times: SideTimes, num_tokens: int) -> Mapping[str, Quantity]:
-    phases = {name: Quantity(times.phases[name], "s") for name in PHASES}
+    phases = {name: Quantity(times.phases[name], "s") for name in PHASES if any(times.phases[name])}
     return phases | {
         "new_tokens": Quantity([num_tokens / seconds for seconds in times.seconds], "token/s"),
         "steps_per_hour": Quantity([3600 / seconds for seconds in times.seconds], "1/h"),
@@ -135,7 +138,8 @@ def _prepare(shape: ModelShape, names: Sequence[str], changes: Mapping[str, Any]
     steps.begin("model folder")
     folder = Folder(shape, torch.float32 if is_host else torch.bfloat16, device)
     load = replace(RaceLoad(str(folder.path), device.name, shape.vocabulary), **changes)
-    shown = {name: getattr(load, name) for name in ("prompts", "samples", "prompt_tokens", "new_tokens")}
+    counts = ("prompts", "samples", "prompt_tokens", "new_tokens", "sequences_at_once")
+    shown = {name: getattr(load, name) for name in counts}
     shown["recompute"] = str(load.recomputes)
     params = {"model": shape.name, **shown, "devices": 1, "trl": trl.__version__, "vllm": vllm.__version__}
     return Work(tuple(_contender(name, load) for name in names), params, num_runs=1, close=folder.close)
@@ -154,6 +158,7 @@ def _case(name: str, shape: ModelShape, names: Sequence[str], estimate_s: float,
 
 
 cases = (
-    _case("1.5b", QWEN_1_5B, tuple(SIDES), 500.0),
+    _case("1.5b", QWEN_1_5B, ("rlcore", "trl", "trl+rlcore"), 330.0),
+    _case("1.5b_offloaded", QWEN_1_5B, (f"rlcore{OFFLOADED}",), 140.0),
     _case("7b", QWEN_7B, ("rlcore", "trl"), 450.0, prompts=16, sequences_at_once=8, recomputes=True, steps=3),
 )

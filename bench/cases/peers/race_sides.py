@@ -29,7 +29,7 @@ from rlcore.registry import get_device, resolve
 _CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _IMPORTANCE_CAP = 3.0
 """The highest weight of a token for the difference between sampler and trainer."""
-_POLL_S = 0.02
+_POLL_S = 0.1  # more often, it would keep the interpreter from vLLM's loop
 _NUM_SPECIAL = 2
 
 
