@@ -135,6 +135,7 @@ def own_model(family: str, folder: Path, state: Any, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
+@slow
 def test_a_sampled_image_token_is_a_token_like_others(model_folder: Callable[[str], Path]) -> None:
     """The model samples the token that stands for images, too; no image belongs to it."""
     with (
@@ -148,6 +149,7 @@ def test_a_sampled_image_token_is_a_token_like_others(model_folder: Callable[[st
         check_logprobs(QWEN, infer.path, with_it, rlcore.collate(with_it), train)
 
 
+@slow
 def test_outputs_carry_the_images(model_folder: Callable[[str], Path]) -> None:
     """By both ways to ask, from a worker of another process, to which they were sent."""
     prompts = mixed_prompts(QWEN)
@@ -183,7 +185,7 @@ def test_equal_tokens_with_other_images_have_random_numbers_of_their_own(model_f
 # --------------------------------------------------------------------------------------------------------- training
 
 
-@places(("cpu", 1, ()), ("cpu", 2, ()), ("cpu", 3, slow), ("cuda", 2, pytest.mark.multigpu))
+@places(("cpu", 1, ()), ("cpu", 2, slow), ("cpu", 3, slow), ("cuda", 2, pytest.mark.multigpu))
 def test_steps_are_those_of_a_plain_loop(build: Build, place: Place, model_folder: Callable[[str], Path]) -> None:
     """Sequences with and without images, in micro-batches of which some have none, on ranks of which some have none."""
     engine = build(place.workers, place.device)
