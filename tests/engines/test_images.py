@@ -23,6 +23,7 @@ from rlcore.sequence_input import SequenceInput
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
 from .image_models import (
+    CONFIGS,
     IMAGE,
     ImageTruth,
     continued_logprobs,
@@ -91,7 +92,7 @@ def mixed_prompts(family: str) -> list[Any]:
 # ---------------------------------------------------------------------------------------------- sampler and trainer
 
 
-@pytest.mark.parametrize("family", [QWEN, pytest.param(LLAVA, marks=slow), pytest.param("gemma3", marks=slow)])
+@pytest.mark.parametrize("family", [QWEN, *(pytest.param(family, marks=slow) for family in CONFIGS if family != QWEN)])
 def test_sampler_trainer_and_transformers_agree(family: str, model_folder: Callable[[str], Path]) -> None:
     """Before and after a step, whose weights are synced: vision tower, projector and decoder."""
     prompts = mixed_prompts(family)
