@@ -265,6 +265,11 @@ class Engine(ABC):
         return f"the {self.kind} engine"
 
     @property
+    def can_swap(self) -> bool:
+        """``rlcore.swap`` can move its tags; else call ``offload`` and ``onload``."""
+        return bool(self._executor_class.can_swap)
+
+    @property
     def is_built(self) -> bool:
         return self._group is not None
 

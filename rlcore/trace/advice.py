@@ -45,7 +45,7 @@ def advice(
     Args:
         limits: of a bench record's calibration; None: only what needs no limit has a number.
     """
-    calls = [span for span in trace.calls() if steps.has(span)]
+    calls = [span for span in trace.calls if steps.has(span)]
     count = len(steps.measured)
     found = [
         *_copies(calls, count, limits or {}),
