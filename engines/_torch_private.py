@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,3 +146,16 @@ def device_lists_of_optimizers() -> list[tuple[Any, str, bool]]:
 
     foreach, fused = "_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"
     return [(_foreach_utils, foreach, True), (optimizer, fused, True), (optimizer, foreach, False)]
+
+
+def dump_allocator(device_type: str, file: Path) -> bool:
+    """Write a snapshot of a device's allocator for https://pytorch.org/memory_viz; False where torch has none.
+
+    The documentation names it by this private name. Since torch 2.10.
+    """
+    memory: Any = getattr(torch.get_device_module(device_type), "memory", None)
+    dump = getattr(memory, "_dump_snapshot", None)
+    if dump is None:
+        return False
+    dump(str(file))
+    return True

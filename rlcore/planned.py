@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlcore.device import Device
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
@@ -24,6 +26,14 @@ class PlannedDevice:
     """Its multiprocessors; 0 on a host."""
     arch: int = 0
     """Its architecture as Triton numbers it, such as 90; 0 where Triton builds nothing."""
+
+
+def as_planned(device: Device) -> PlannedDevice:
+    """Return the facts of a device that is here."""
+    facts = device.properties()
+    major, _, minor = facts.capability.partition(".")
+    arch = int(major) * 10 + int(minor) if major.isdigit() and minor.isdigit() else int(not device.spec.is_host)
+    return PlannedDevice(device.type, facts.cores, 0 if device.spec.is_host else arch)
 
 
 _planned: ContextVar[PlannedDevice | None] = ContextVar("rlcore_planned_device", default=None)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -476,6 +477,12 @@ def fused_attention_holds_no_scores() -> None:
 def the_listed_devices_have_fused_optimizers() -> None:
     for owner, name, _ in of_engines.device_lists_of_optimizers():
         assert "xpu" in getattr(owner, name)()
+
+
+@contract("dump_allocator")
+def only_accelerators_have_snapshots() -> None:
+    assert not of_engines.dump_allocator("cpu", Path("unused"))
+    assert callable(torch.cuda.memory._dump_snapshot)
 
 
 def operations_of(call: Callable[[], Any]) -> list[Any]:

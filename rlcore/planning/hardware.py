@@ -10,7 +10,7 @@ from pathlib import Path
 from rlcore.arguments import did_you_mean
 from rlcore.engines.offload.host_limits import physical_bytes
 from rlcore.errors import InvalidInputError, RlcoreError
-from rlcore.planned import PlannedDevice
+from rlcore.planned import PlannedDevice, as_planned
 from rlcore.registry import get_device
 
 _CONTEXT_BYTES = 700_000_000
@@ -79,6 +79,5 @@ def _here(name: str | None) -> Hardware:
         ) from error
     if device.spec.is_host:
         return replace(_known()[device.spec.name], total_bytes=facts.total_bytes)
-    major, _, minor = facts.capability.partition(".")
-    arch = int(major) * 10 + int(minor) if minor.isdigit() and major.isdigit() else 1
+    arch = as_planned(device).arch
     return Hardware(facts.name, device.spec.name, facts.total_bytes, facts.cores, arch, _CONTEXT_BYTES, 0.0)
