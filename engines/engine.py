@@ -195,6 +195,7 @@ class Engine(ABC):
             devices=self.devices,
             weights_bytes=weights,
             num_parameters=self._num_parameters,
+            can_swap=self.can_swap,
         )
 
     @property
