@@ -214,8 +214,8 @@ class Engine(ABC):
     def restart(self) -> Self:
         """End the workers, start new ones on the same devices, and bring them to the last checkpoint.
 
-        It is the checkpoint that this engine last saved or loaded; without one, they get the model folder's weights. After
-        a restart that failed, such as for a host that is gone, it can be called again.
+        It is the checkpoint that this engine last saved or loaded; without one, they get the model folder's weights.
+        After a restart that failed, such as for a host that is gone, it can be called again.
         """
         if self._is_closed or not self._was_built:
             self._built_group()
