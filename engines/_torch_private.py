@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,3 +112,50 @@ def compile_keeping_less(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
     with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
         return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+
+# --------------------------------------------------------------------------------------------------- plans of memory
+
+_aten: Any = torch.ops.aten
+READ_SCALAR = _aten._local_scalar_dense.default
+"""The operation of ``tensor.item()``. Operators of ATen have no public names. Since torch 2.10."""
+CHANGES_VALUES_ALONE = frozenset(
+    {
+        *(_aten._fused_adamw_.default, _aten._fused_adamw_.tensor_lr),
+        *(_aten._fused_adam_.default, _aten._fused_adam_.tensor_lr),
+        *(_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr),
+        *(_aten._assert_async.default, _aten._assert_async.msg),
+    }
+)
+"""Operators that change or check values in place, without memory of their own; those of fused optimizers have no form
+for the meta device. Operators of ATen have no public names. Since torch 2.10."""
+HOST_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
+MASKED_ATTENTION = _aten._scaled_dot_product_efficient_attention
+"""The operators of ``scaled_dot_product_attention`` on a host, on an accelerator, and there with a mask; on the meta
+device the public function holds all scores. Since torch 2.10."""
+
+
+def device_lists_of_optimizers() -> list[tuple[Any, str, bool]]:
+    """Return who lists the devices with kernels for many tensors: (module, function, is asked for hosts too).
+
+    Optimizers and norms take another implementation for devices that are not listed. Since torch 2.10.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    foreach, fused = "_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"
+    return [(_foreach_utils, foreach, True), (optimizer, fused, True), (optimizer, foreach, False)]
+
+
+def dump_allocator(device_type: str, file: Path) -> bool:
+    """Write a snapshot of a device's allocator for https://pytorch.org/memory_viz; False where torch has none.
+
+    The documentation names it by this private name. Since torch 2.10.
+    """
+    memory: Any = getattr(torch.get_device_module(device_type), "memory", None)
+    dump = getattr(memory, "_dump_snapshot", None)
+    if dump is None:
+        return False
+    dump(str(file))
+    return True

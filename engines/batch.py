@@ -26,7 +26,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
 from rlcore.routing.replay import joined_routes
 from rlcore.routing.routers import ROUTES
-from rlcore.sequence_input import SequenceInput
+from rlcore.sequence_input import SequenceInput, joined_inputs
 
 Batch = Mapping[str, Tensor | SequenceInput]
 
@@ -72,16 +72,8 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
     batch |= {} if routes is None else {ROUTES: routes}
     is_trained_N = batch["loss_mask"].any(1)
     each = {name: _one_each(name, value, is_trained_N) for name, value in per_sequence.items()}
-    return batch | _inputs_of(outputs) | each
-
-
-def _inputs_of(outputs: Sequence[RequestOutput]) -> dict[str, SequenceInput]:
-    """Return the prompts' inputs beside their tokens, once for each of their completions."""
-    names = {name: None for output in outputs for name in output.inputs}
-    return {
-        name: SequenceInput.of([output.inputs.get(name) for output in outputs for _ in output.outputs])
-        for name in names
-    }
+    inputs = joined_inputs([output.inputs for output in outputs for _ in output.outputs])
+    return batch | inputs | each
 
 
 def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from rlcore.engines.batch import Batch, check_values, loss_mask_of, padded, sepa
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
+from rlcore.engines.executors.worker import Worker
 from rlcore.engines.mismatch_cause import mismatch_warning
 from rlcore.engines.need_parallel import (
     Gather,
@@ -32,7 +33,7 @@ from rlcore.engines.residency import State
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
 from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.transports.base import Route
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError, one_line
 from rlcore.kernels.losses.token_weights import Mode
 from rlcore.kernels.losses.token_weights import token_weights as make_token_weights
 from rlcore.nn import TrainModule
@@ -348,10 +349,10 @@ class TrainEngine(CheckpointedEngine):
     ) -> Mapping[str, SequenceInput]:
         """Return all that ``hidden_states`` needs beside the tokens."""
         found = self._module.prepare_inputs(packed, inputs)
-        if found and self._sizes.sequences > 1:
+        if found and self._sizes != Sizes():
             raise UnsupportedError(
-                f"a batch with {', '.join(sorted(inputs))} under sequence_parallel_size={self._sizes.sequences}",
-                "the tokens of an image would be on several ranks; build with sequence_parallel_size=1",
+                f"a batch with {', '.join(sorted(inputs))} where ranks share sequences or layers ({self._sizes})",
+                "vision towers run whole on each rank; build with data parallelism alone, and all other sizes 1",
             )
         return found
 
@@ -408,8 +409,25 @@ class TrainEngine(CheckpointedEngine):
         calls: list[tuple[Any, dict[str, Any]]] = [
             ((batches[worker.context.rank], *args, options), {}) for worker in group.workers
         ]
-        result: R = group.call(method.__name__, calls)[0]
+        try:
+            result: R = group.call(method.__name__, calls)[0]
+        except RlcoreError as error:
+            if error.is_out_of_memory:
+                error.add_note(self._advice(packed, method is TrainExecutor.train_step, options))
+            raise
         return result
+
+    def _advice(self, packed: dict[str, Tensor], trains: bool, options: BatchOptions) -> str:
+        """Return what fits instead of a step that did not, from a plan of it."""
+        from rlcore.engines.memory_plan.advice import Failed, advice  # takes a while, and is seldom needed
+
+        lengths = packed["cu_seqlens"].diff().tolist()
+        failed = Failed(lengths, options.max_tokens_per_micro_batch, trains, self._executor_name, self._options)
+        try:
+            report, facts = self.memory_report()[0], self._call(Worker.planned_device)[0]
+        except RlcoreError as error:
+            return f"No plan of this step could be made: {one_line(error)}"
+        return advice(self._module, failed, facts, report, len(self._built_group().workers))
 
     # --------------------------------------------------------------------------------------------- weights
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlcore.errors import InvalidInputError, PluginError, UnsupportedError, one_line
+from rlcore.planned import PlannedDevice
 from rlcore.plugins import BUILT_IN
 from rlcore.registry import OpImplementation, registry, resolve
 
@@ -35,6 +36,8 @@ class Query(NamedTuple):
     vocab_size: int
     options: frozenset[str] = frozenset()
     """Optional features in use, such as "entropy", "bias", "keep_mask", "memory_budget", "group" or "row_stats"."""
+    planned: PlannedDevice | None = None
+    """The device, where nothing runs on it: its memory is planned."""
 
 
 class Refusal(NamedTuple):

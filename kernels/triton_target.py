@@ -14,6 +14,7 @@ from rlcore.kernels.triton_programs import limits
 from rlcore.registry import specs_of
 
 _TILED_ARCH = 90
+_NOT_INSTALLED = "the package 'triton' is not installed; run: pip install triton"
 _FLOAT8_ARCH = 89
 _SPLIT = "it needs the whole vocabulary on one rank; gather it and leave out group="
 _TILED_LACKS = {
@@ -28,12 +29,12 @@ def rows_refusal(query: Query) -> str | None:
         return "it computes in float32, and the inputs are float64"
     if "group" in query.options:
         return _SPLIT
-    return _absence(query.device_type)
+    return _absence(query)
 
 
 def copies_refusal(query: Query) -> str | None:
     """Judge copies, which compute nothing."""
-    return _needs_threads(query) or _absence(query.device_type)
+    return _needs_threads(query) or _absence(query)
 
 
 def scans_refusal(query: Query) -> str | None:
@@ -66,9 +67,9 @@ def tiled_refusal(query: Query) -> str | None:
             return lacking
     if reason := rows_refusal(query):
         return reason
-    if _interprets():
+    if query.planned is None and _interprets():
         return "Triton's interpreter gets products of bfloat16 wrong"
-    arch = _target().arch
+    arch = _target().arch if query.planned is None else query.planned.arch
     return None if arch == _TILED_ARCH else f"its tiles were laid out for architecture {_TILED_ARCH}, not {arch}"
 
 
@@ -89,11 +90,20 @@ def _needs_threads(query: Query) -> str | None:
     return f"each of its threads reads an address of its own, and programs of {query.device_type!r} work on whole tiles"
 
 
+def _absence(query: Query) -> str | None:
+    """Return why no kernel can be built for the device of the query, or None."""
+    if query.planned is None:
+        return _absence_here(query.device_type)
+    if importlib.util.find_spec("triton") is None:
+        return _NOT_INSTALLED
+    return None if query.planned.arch else f"triton builds nothing for the {query.device_type!r} that is planned"
+
+
 @functools.cache
-def _absence(device_type: str) -> str | None:
+def _absence_here(device_type: str) -> str | None:
     """Return why no kernel can be built for ``device_type``, or None. TRITON_INTERPRET=1 runs them on the CPU."""
     if importlib.util.find_spec("triton") is None:
-        return "the package 'triton' is not installed; run: pip install triton"
+        return _NOT_INSTALLED
     if _interprets():
         is_host = any(spec.is_host for spec in specs_of(device_type))
         return None if is_host else "TRITON_INTERPRET=1 interprets kernels on the host's memory alone"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlcore.errors import RlcoreError as RlcoreError
     from rlcore.hookspecs import hookimpl as hookimpl
     from rlcore.meta import meta_device as meta_device
+    from rlcore.planning.plan import plan as plan
     from rlcore.registry import get_device as get_device
     from rlcore.registry import list_devices as list_devices
     from rlcore.sequence_input import SequenceInput as SequenceInput
@@ -55,6 +56,7 @@ _HOME = {
     "list_devices": "rlcore.registry",
     "meta_device": "rlcore.meta",
     "offloaded": "rlcore.engines.offload.standalone",
+    "plan": "rlcore.planning.plan",
     "span": "rlcore.spans",
     "swap": "rlcore.engines.swapping.swap",
 }

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from rlcore._torch_private import call_after_backward, own_parameters, tree_map_only
+from rlcore._torch_private import call_after_backward, own_parameters, storage_key, tree_map_only
 from rlcore.errors import StateError
 
 _ATTRIBUTE = "_rlcore_compute_dtype"
@@ -39,7 +39,7 @@ class ComputeDtype:
             return parameter
         cast = parameter.to(self.dtype)
         if self._casts is not None:
-            self._casts[cast.untyped_storage().data_ptr()] = cast, parameter.detach()
+            self._casts[storage_key(cast.untyped_storage())] = cast, parameter.detach()
         return cast
 
     def of_inputs(self, values: Any) -> Any:
@@ -82,8 +82,8 @@ class ComputeDtype:
             self._casts = before
 
     def _packed(self, tensor: Tensor) -> Any:
-        # All casts live until the block ends, so an address identifies one of them.
-        found = (self._casts or {}).get(tensor.untyped_storage().data_ptr())
+        # All casts live until the block ends, so a key identifies one of them; on the meta device no address does.
+        found = (self._casts or {}).get(storage_key(tensor.untyped_storage()))
         if found is None:
             return tensor
         return found[1], tensor.size(), tensor.stride(), tensor.storage_offset()

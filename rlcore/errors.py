@@ -66,6 +66,9 @@ def first_line(error: BaseException) -> str:
 class RlcoreError(Exception):
     """Base of all errors raised by rlcore."""
 
+    is_out_of_memory = False
+    """An allocation of a worker has failed behind it: its text, or a note on it, says what holds the memory."""
+
 
 class InvalidInputError(RlcoreError, ValueError):
     """A value the caller gave is outside what is accepted."""

@@ -25,6 +25,8 @@ from rlcore.sequence_input import SequenceInput
 
 IS_IMAGE, POSITIONS = "is_image", "image_positions"
 """Inputs that ``prepared`` adds, with one row a token."""
+NUMBERS = "image_numbers"
+"""One more, with one row an image: the same number where sequences share an image, as completions of a prompt do."""
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments by which some models are told which tokens are an image's: 1 there, else 0."""
@@ -241,7 +243,10 @@ def prepared(
     if positions[0] is not None:
         of_tokens[POSITIONS] = torch.cat(positions)  # type: ignore[arg-type]
     starts_N = cu_seqlens[:-1]
-    return dict(inputs) | {name: SequenceInput(rows, starts_N, lengths_N) for name, rows in of_tokens.items()}
+    an_image = inputs[GRID if GRID in inputs else PIXELS]
+    numbers = SequenceInput(torch.arange(len(an_image.rows)), an_image.starts_N, an_image.counts_N)
+    of_sequences = {name: SequenceInput(rows, starts_N, lengths_N) for name, rows in of_tokens.items()}
+    return dict(inputs) | of_sequences | {NUMBERS: numbers}
 
 
 def _arguments(base: Any) -> Mapping[str, object]:

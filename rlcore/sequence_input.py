@@ -8,7 +8,7 @@ Letters: N sequences, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,12 @@ class SequenceInput:
     def joined(self) -> Tensor:
         """Return the rows of all sequences, one after the other."""
         return self.rows.index_select(0, _indices(self.starts_N, self.counts_N))
+
+
+def joined_inputs(each: Sequence[Mapping[str, Tensor]]) -> dict[str, SequenceInput]:
+    """Return the inputs of a batch, of those that each of its sequences has by name."""
+    names = {name: None for inputs in each for name in inputs}
+    return {name: SequenceInput.of([inputs.get(name) for inputs in each]) for name in names}
 
 
 def _rows_of(part: Any) -> Tensor:

@@ -57,6 +57,7 @@ BASE = {
     "meta",
     "packed",
     "parallel_plans",
+    "planned",
     "plugins",
     "probing",
     "process",
@@ -95,6 +96,7 @@ ROOMS = {
         ("executors",),
         ("sampling.replica",),
         EXECUTORS,
+        ("memory_plan",),
         ("engine", "runtime", "placement", "checkpointing", "swapping", "mismatch_cause", "train", "inference",
             "plugin"),
     ),
@@ -118,6 +120,7 @@ ROOMS = {
         ("conformance", "doctor", "integrations", "rollout", "trace"),
         ("configuration_file", "chaos", "quickstart"),
         ("compat", "parity", "training"),
+        ("planning",),
         ("cli", "__main__"),
     ),
 }  # fmt: skip

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -445,6 +446,43 @@ def test_a_torch_that_lacks_a_name_is_told_so(monkeypatch: pytest.MonkeyPatch) -
 def test_a_torch_that_changes_a_name_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_foreach_div_", lambda tensors, divisor: None)
     assert "AssertionError" in breach(CONTRACTS["divide_all"], "divide_all")
+
+
+@contract("READ_SCALAR")
+def a_read_of_a_number_is_one_operation() -> None:
+    assert operations_of(lambda: torch.ones(1).item())[-1] is of_engines.READ_SCALAR
+
+
+@contract("CHANGES_VALUES_ALONE")
+def a_fused_step_is_one_operation_in_place() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    assert of_engines.CHANGES_VALUES_ALONE.intersection(operations_of(optimizer.step))
+
+
+@contract("HOST_ATTENTION", "FLASH_ATTENTION", "MASKED_ATTENTION")
+def fused_attention_holds_no_scores() -> None:
+    x = torch.empty(1, 2, 5, 8, device="meta", dtype=torch.bfloat16)
+    found = [
+        of_engines.HOST_ATTENTION(x, x, x, 0.0, True),
+        of_engines.FLASH_ATTENTION(x, x, x, 0.0, True),
+        of_engines.MASKED_ATTENTION(x, x, x, None, True),
+    ]
+    assert [results[0].shape for results in found] == [x.shape] * 3
+
+
+@contract("device_lists_of_optimizers")
+def the_listed_devices_have_fused_optimizers() -> None:
+    for owner, name, _ in of_engines.device_lists_of_optimizers():
+        assert "xpu" in getattr(owner, name)()
+
+
+@contract("dump_allocator")
+def only_accelerators_have_snapshots() -> None:
+    assert not of_engines.dump_allocator("cpu", Path("unused"))
+    assert callable(torch.cuda.memory._dump_snapshot)
 
 
 def operations_of(call: Callable[[], Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from rlcore.engines.offload.group import GroupSwap, OffloadGroup, swap_groups
 from rlcore.engines.offload.host_arena import arena_of, reserve_host_memory
 from rlcore.engines.offload.transfer import Grant, Progress
 from rlcore.engines.residency import Move
+from rlcore.planned import PlannedDevice, as_planned
 from rlcore.spans import boot_id
 from rlcore.types import MemoryInfo, MemoryStats, OffloadReport
 
@@ -47,6 +48,8 @@ class Worker:
     """A module of the user's is sent to the workers."""
     drives_replica: ClassVar[bool] = False
     """One worker drives all ``tensor_parallel_size`` devices of a replica; else each worker has one device."""
+    can_swap: ClassVar[bool] = True
+    """Its tags are ``offload_groups``, which ``rlcore.swap`` moves both ways at once."""
     options_class: ClassVar[type[Any] | None] = None
     """A dataclass of the options of ``build`` that checks their values; None: the keyword arguments of ``build``."""
 
@@ -151,6 +154,10 @@ class Worker:
         }
         memory = self.device.memory
         return {"device": self.device.name, "tags": tags, "stats": memory.stats(), "info": memory.info()}
+
+    def planned_device(self) -> PlannedDevice:
+        """Return the device's facts for a plan of memory."""
+        return as_planned(self.device)
 
     def _held(self) -> dict[str, int]:
         """Return the bytes that its tags have on the device. Those on the host are part of the arena's."""

@@ -76,18 +76,21 @@ def raised(failure: WorkerFailure, context: WorkerContext, method: str) -> Excep
     The worker's traceback is a note on it, or part of the WorkerError's text.
     """
     if not failure.kind:
-        return WorkerError(
+        failed = WorkerError(
             rank=context.rank,
             device=context.device_name,
             method=method,
             error=f"{failure.in_one_line}\n\n{failure.memory}" if failure.memory else failure.in_one_line,
             traceback=failure.traceback,
         )
+        failed.is_out_of_memory = bool(failure.memory)
+        return failed
     kind: type[RlcoreError] = getattr(rlcore.errors, failure.kind)
     error = kind.__new__(kind, failure.message)
     error.args = (failure.message,)  # those that are an OSError too leave it to __init__
     error.__dict__.update({name: load_answer(body, [], Any) for name, body in failure.attributes.items()})
     if failure.memory:
+        error.is_out_of_memory = True
         error.add_note(failure.memory)
     error.add_note(f"raised by {method}() on {context.where}:\n{failure.traceback}")
     return error

@@ -91,6 +91,7 @@ class InlineWorker:
                 future.set_result(function())
         except RlcoreError as error:
             if memory := want_of_memory(error, self.context.device):
+                error.is_out_of_memory = True
                 error.add_note(memory)
             error.add_note(f"raised by {method}() on {self.context.where}")
             future.set_exception(error)

@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 
 from rlcore.device import Device
+from rlcore.engines._torch_private import dump_allocator
 from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.held_memory import held
+from rlcore.settings import Settings
 
 _UNITS = {"bytes": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4, "PiB": 5, "EiB": 6}
 _ASKED = re.compile(rf"(?:you tried to allocate|Tried to allocate|Unable to allocate) ([\d.]+) ({'|'.join(_UNITS)})\b")
 """The words of torch for the host's memory, of torch for a device's, and of numpy."""
+_SNAPSHOTS = 4
 _REFUSED = re.compile(r"error: out of memory\b|_STATUS_ALLOC_FAILED\b|Error \[\w+\]: out of memory\b")
 """The words of a device's driver as torch hands them on, of the libraries on top of it, and of Triton: no numbers."""
 
@@ -78,5 +81,18 @@ def _facts(device: Device | None) -> Iterator[str]:
                 yield (
                     f"This process's allocator has {stats.allocated_bytes} bytes of it in tensors and {cached} cached."
                 )
+        with contextlib.suppress(Exception):
+            yield from _snapshot(device)
     parts = ", ".join(f"{what} {nbytes}" for what, nbytes in held().items())
     yield f"Held by rlcore here, in bytes: {parts or 'nothing'}."
+
+
+def _snapshot(device: Device) -> Iterator[str]:
+    """Write what the device's allocator holds, block by block, to rlcore's cache folder, where the newest few stay."""
+    folder = Settings.from_env().cache / "out_of_memory"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{device.type}-{device.index}-{os.getpid()}.pickle"
+    if dump_allocator(device.type, file):
+        for older in sorted(folder.glob("*.pickle"), key=lambda one: -one.stat().st_mtime)[_SNAPSHOTS:]:
+            older.unlink(missing_ok=True)
+        yield f"A snapshot of its allocator is in {file}: open it at https://pytorch.org/memory_viz."

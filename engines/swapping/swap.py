@@ -14,7 +14,7 @@ from rlcore.engines.engine import Engine, Reports
 from rlcore.engines.residency import Move
 from rlcore.engines.swapping.participants import TagMove, participants_of
 from rlcore.engines.swapping.round_robin import swap_in_rounds
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 
 Entry = tuple[Engine, str | Sequence[str]]
 """An engine and its tags; () means all tags."""
@@ -44,11 +44,13 @@ def swap(*, out: Sequence[Entry], in_: Sequence[Entry]) -> SwapReports:
     Raises:
         InvalidInputError: an entry is no such pair; its engine does not have the tag; a tag is named twice.
         StateError: a move is not allowed now; nothing has moved.
-        UnsupportedError: engines share some of their workers' processes, and neither has a worker in all of them.
+        UnsupportedError: an engine keeps its memory by itself, as vLLM's does; or engines share some of their workers'
+            processes, and neither has a worker in all of them.
         DeviceError: there is too little host or device memory; everything is where it was.
     """
     leaving, coming = [_named(entry) for entry in out], [_named(entry) for entry in in_]
     _check_once([*leaving, *coming])
+    _check_movable([*leaving, *coming])
     moves = [*_moves(Move.OFFLOAD, leaving, 0), *_moves(Move.ONLOAD, coming, len(out))]
     reports: list[Reports] = [{} for _ in (*out, *in_)]
     participants = participants_of(moves)
@@ -76,6 +78,15 @@ def _moves(move: Move, entries: Sequence[tuple[Engine, tuple[str, ...]]], first:
         states = engine._planned(move, tags)
         moves += [TagMove(engine, number, move, tag, engine.state[tag], after) for tag, after in states.items()]
     return moves
+
+
+def _check_movable(entries: Sequence[tuple[Engine, tuple[str, ...]]]) -> None:
+    for engine, _ in entries:
+        if not engine.can_swap:
+            raise UnsupportedError(
+                f"swap() of {engine.label} with this executor",
+                "the engine in it keeps its memory by itself; call offload() of one engine, then onload() of the other",
+            )
 
 
 def _check_once(entries: Sequence[tuple[Engine, tuple[str, ...]]]) -> None:

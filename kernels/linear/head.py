@@ -23,12 +23,15 @@ from torch import Tensor
 from rlcore.kernels.chunks import row_chunks
 from rlcore.kernels.operands import unlowered
 from rlcore.kernels.softmax_rows import wide_dtype
+from rlcore.planned import PlannedDevice, planned_device
 
 if TYPE_CHECKING:
     from torch.distributed import Work
 
     from rlcore.kernels.vocab_shard import VocabularyShard
 
+_FLOAT32_PRODUCT_ARCH = 80
+"""The first architecture of NVIDIA whose libraries multiply bfloat16 into float32."""
 Totals = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of hidden states, weight and bias; None where not asked for."""
 
@@ -55,7 +58,8 @@ class LinearHead:
 
     def __init__(self, weight_VH: Tensor, bias_V: Tensor | None, softcap: float | None) -> None:
         self.wide = wide_dtype(weight_VH.dtype)
-        is_fused = _multiplies_into_float32(weight_VH.device.type, weight_VH.dtype)
+        device = weight_VH.device
+        is_fused = _multiplies_into_float32(device.type, weight_VH.dtype, planned_device(device))
         self.operand = weight_VH.dtype if is_fused else self.wide
         self.weight_VH = weight_VH.detach().to(self.operand)
         self.bias_V = None if bias_V is None else bias_V.detach().to(self.wide)
@@ -163,10 +167,12 @@ def rounded(totals: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) ->
 
 
 @functools.cache
-def _multiplies_into_float32(device_type: str, dtype: torch.dtype) -> bool:
+def _multiplies_into_float32(device_type: str, dtype: torch.dtype, planned: PlannedDevice | None) -> bool:
     """Return True if this device has a half-precision product with a float32 result that serves gradients too."""
     if dtype != torch.bfloat16:  # in float16 the gradients of logits, often below 6e-8, would vanish
         return False
+    if planned is not None:
+        return planned.arch >= _FLOAT32_PRODUCT_ARCH
     probe = torch.ones(16, 16, dtype=dtype, device=device_type)
     total = torch.zeros(16, 16, dtype=torch.float32, device=device_type)
     try:

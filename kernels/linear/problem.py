@@ -34,6 +34,7 @@ from rlcore.kernels.operands import (
 from rlcore.kernels.row_stats import checked_row_stats
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
 from rlcore.kernels.vocab_shard import VocabularyShard, check_group
+from rlcore.planned import planned_device, type_meant
 
 
 class HeadInputs(NamedTuple):
@@ -111,8 +112,9 @@ class LinearHeadProblem:
             "row_stats": bool(self.row_stats),
         }
         names = frozenset(name for name, is_used in flags.items() if is_used) | set(options)
-        hidden, weight, _ = inputs
-        return Query(hidden.device.type, hidden.dtype, int(hidden.shape[1]), int(weight.shape[0]), names)
+        (vocab_size, hidden_size), device = inputs.weight.shape, inputs.hidden.device
+        kind, planned = type_meant(device), planned_device(device)
+        return Query(kind, inputs.hidden.dtype, int(hidden_size), int(vocab_size), names, planned)
 
 
 def head_inputs(

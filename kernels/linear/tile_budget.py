@@ -15,6 +15,7 @@ import torch
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.chunks import DEFAULT_BUDGET_BYTES
 from rlcore.kernels.linear.triton_tiles import TILE_T, TILE_V
+from rlcore.planned import planned_device
 from rlcore.registry import specs_of
 
 _ITEM_BYTES = 2
@@ -62,8 +63,10 @@ def budget_of(given_bytes: int | None, num_rows: int, device: torch.device) -> i
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that are free, those of torch's cache too; None for a host, and while a graph is captured."""
-    if any(spec.is_host for spec in specs_of(device.type)):
+    """Return the bytes that are free, those of torch's cache too; None for a host, while a graph is captured, and where
+    a step is planned, which takes the most.
+    """
+    if planned_device(device) is not None or any(spec.is_host for spec in specs_of(device.type)):
         return None
     module = torch.get_device_module(device)
     if module.is_current_stream_capturing():

@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlcore.kernels import tile_choices
 from rlcore.kernels.softmax_rows import ScaledRows
+from rlcore.planned import planned_device
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -243,8 +244,13 @@ def rows_of_a_wave(num_columns: int, device: torch.device) -> int | None:
     return down * TILE_T if down * across >= _BUSY * num_cores(device) else None
 
 
-@functools.cache
 def num_cores(device: torch.device) -> int:
+    planned = planned_device(device)
+    return _num_cores_here(device) if planned is None else planned.cores
+
+
+@functools.cache
+def _num_cores_here(device: torch.device) -> int:
     if INTERPRETS.value:
         return 2
     count: int = torch.get_device_module(device).get_device_properties(device).multi_processor_count

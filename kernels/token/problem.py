@@ -23,6 +23,7 @@ from rlcore.kernels.operands import (
 from rlcore.kernels.row_stats import checked_row_stats
 from rlcore.kernels.softmax_rows import ScaledRows, wide_dtype
 from rlcore.kernels.vocab_shard import VocabularyShard
+from rlcore.planned import planned_device, type_meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class LogitsProblem:
             "row_stats": bool(self.row_stats),
         }
         options = frozenset(name for name, is_used in flags.items() if is_used)
-        return Query(logits.device.type, logits.dtype, 0, int(logits.shape[-1]), options)
+        device = logits.device
+        return Query(type_meant(device), logits.dtype, 0, int(logits.shape[-1]), options, planned_device(device))
 
     def reshaped(self, shape: Sequence[int]) -> LogitsProblem:
         """Return the same problem with targets of this shape."""

@@ -1,29 +1,61 @@
-"""The command ``rlcore plan``: what a program would get, before anything starts."""
+"""The command ``rlcore plan``: what a program would get and take, before anything starts."""
 
 from __future__ import annotations
 
-import itertools
-import re
-import socket
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from rlcore.cli.console import AsJson, print_json, print_table
+from rlcore.cli.placement import Asked, placement, placement_rows
 from rlcore.torch_import import import_torch
 
-if TYPE_CHECKING:
-    from rlcore.engines.launchers.base import Host
-
-_HOST = re.compile(r"([^/=]+)=([a-z0-9_]+):(\d{1,4})")
-_LABEL = re.compile(r"([^=]+)=([^=]+)")
+_RECOMPUTE = {"off": False, "selective": "selective", "on": True}
+_OPTIMIZERS: dict[str, dict[str, bool]] = {"adamw": {}, "adamw-fused": {"fused": True}}
+_OF_MODEL = (
+    "count", "memory", "longest", "prompt_tokens", "max_tokens", "recompute", "replicas", "lora", "dtype",
+    "compute_dtype", "optimizer", "record", "no_sampler",
+)  # fmt: skip
+_GIB = 2**30
 
 
 def plan(
-    train: Annotated[int, typer.Option(min=0, help="Workers of the train engine.")] = 0,
-    infer: Annotated[int, typer.Option(min=0, help="Devices of the inference engine.")] = 0,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices of a replica, which are of one host.")] = 1,
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A model folder, its config.json, or a file of rlcore train (.yaml)."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help='With MODEL such as "h200" or "cpu", else a kind such as "cuda"; else the best here.'),
+    ] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Devices, which trainer and sampler share in turns.")] = None,
+    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of each device, if not as in the table.")] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of the longest sequence.", show_default="4096")
+    ] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of it that are not trained on.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a micro-batch; else it is looked for.")
+    ] = None,
+    recompute: Annotated[str | None, typer.Option(help="off, selective or on; else it is looked for.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Copies of the trainer; else they are looked for.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Devices of one copy of the sampler, which are of one host.")
+    ] = None,
+    lora: Annotated[int | None, typer.Option(min=1, help="Rank of adapters on all linear layers.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of trained weights: float32 or bfloat16.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="Of computing.", show_default="bfloat16")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw or adamw-fused.", show_default="adamw-fused")] = None,
+    no_sampler: Annotated[bool, typer.Option("--no-sampler", help="Plan the trainer alone.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="A file of rlcore bench, from which seconds are computed.", metavar="FILE")
+    ] = None,
+    train: Annotated[int, typer.Option(min=0, help="Workers of the train engine, to print where they go.")] = 0,
+    infer: Annotated[int, typer.Option(min=0, help="Devices of the inference engine, to print where they are.")] = 0,
     apart: Annotated[
         bool, typer.Option("--apart", help="The inference engine avoids the trainer's devices; else it shares them.")
     ] = False,
@@ -34,9 +66,6 @@ def plan(
     label: Annotated[
         list[str] | None, typer.Option(help="Label that hosts must have; repeat.", metavar="KEY=VALUE")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help='Kind of devices, such as "cuda"; else the best that a host has.')
-    ] = None,
     host: Annotated[
         list[str] | None,
         typer.Option(help='A host to plan for, such as "host-a=cuda:8"; repeat.', metavar="NAME=KIND:COUNT"),
@@ -46,92 +75,63 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the devices that engines would get. Nothing is started, and no device is used.
+    """Print the memory that a step would take, and the devices that engines would get. Nothing is started.
 
-    Without --host and --address it plans for this host. The choice is that of ``build()`` with the same numbers.
+    With MODEL: bytes of each phase on each device, from its config.json alone, what to offload and when, the largest
+    micro-batch, and the best layouts. With --train or --infer: the devices that build() would choose, on this host or
+    on those of --host or --address.
     """
     import_torch()
-    from rlcore.engines.launchers.ray.placement import Wishes, assign
-    from rlcore.registry import launch
-
-    if not train and not infer:
-        raise typer.BadParameter("give the size of an engine, --train or --infer", param_hint="--train")
-    if infer % tensor_parallel:
-        raise typer.BadParameter(f"it must be a multiple of --tensor-parallel, got {infer}", param_hint="--infer")
-    if device is not None and not device.isidentifier():
+    given = context.params
+    if model is None and not train and not infer:
+        raise typer.BadParameter("give a model, or the size of an engine: --train or --infer", param_hint="--train")
+    if model is None and (lost := next((name for name in _OF_MODEL if given[name] not in {None, False}), None)):
         raise typer.BadParameter(
-            f"it must be a kind such as cuda, without an index, got {device!r}", param_hint="--device"
+            "it is for a plan of memory, which needs MODEL", param_hint=f"--{lost.replace('_', '-')}"
         )
-    if host and address is not None:
-        raise typer.BadParameter("give --host, or --address", param_hint="--host")
-    hosts = _hosts_at(address) if address is not None else _given(host) if host else [_this_host()]
-    pairs = [_parsed(_LABEL, one, "--label", "rack=r7") for one in label or ()]
-    labels = {key: value for key, value in pairs} or None  # noqa: C416 - dict() takes no tuples of unknown length
-    kind = device or _best_kind(hosts)
-    launch(kind)  # raises for one that is not registered
-    common: dict[str, Any] = {"kind": kind, "labels": labels}
-    found: dict[str, list[str]] = {}
-    if train:
-        found["train"] = assign(hosts, Wishes(num_workers=train, num_hosts=num_hosts, strategy=strategy, **common))
-    if infer:
-        trainers = dict.fromkeys(found.get("train", ()), "the train engine")
-        shared = None if apart or not train else tuple(trainers)
-        wishes = Wishes(
-            num_workers=infer, group_size=tensor_parallel, shared=shared, held=trainers if apart else None, **common
+    found: dict[str, Any] = {}
+    if model is not None:
+        planned = _memory(model, given, train)
+        found |= planned.as_dict()
+    if train or infer:
+        kind = device if model is None else None
+        found |= placement(
+            Asked(train, infer, tensor_parallel or 1, apart, num_hosts, strategy, label, kind, host, address)
         )
-        found["inference"] = assign(hosts, wishes)
     if as_json:
-        print_json({"hosts": [asdict(one) for one in hosts], "placement": found})
-    else:
-        rows = [[name, *row] for name, names in found.items() for row in _rows(names)]
-        print_table(["engine", "host", "ranks", "devices"], rows)
+        print_json(found)
+        return
+    if model is not None:
+        print(planned)
+    if train or infer:
+        print_table(["engine", "host", "ranks", "devices"], placement_rows(found["placement"]))
 
 
-def _hosts_at(address: str) -> list[Host]:
-    from rlcore.engines.launchers.ray.cluster import joined
-    from rlcore.engines.launchers.ray.hosts import hosts_of
+def _memory(model: str, given: dict[str, Any], train: int) -> Any:
+    from rlcore.planning.configuration import arguments_of
+    from rlcore.planning.plan import plan as planned
 
-    with joined(address) as ray:
-        return [host for host, _ in hosts_of(ray.nodes())]
+    for name, known in (("recompute", _RECOMPUTE), ("optimizer", _OPTIMIZERS)):
+        if given[name] is not None and given[name] not in known:
+            raise typer.BadParameter(
+                f"it must be one of {', '.join(known)}, got {given[name]!r}", param_hint=f"--{name}"
+            )
+    arguments: dict[str, Any] = arguments_of(model) if model.endswith((".yaml", ".yml")) else {"model": model}
+    names = ("count", "longest", "prompt_tokens", "max_tokens", "replicas", "tensor_parallel", "lora", "record")
+    arguments |= {name: given[name] for name in (*names, "device") if given[name] is not None}
+    if given["recompute"] is not None:
+        arguments["recompute"] = _RECOMPUTE[given["recompute"]]
+    if given["memory"] is not None:
+        arguments["memory_bytes"] = int(given["memory"] * _GIB)
+    if given["no_sampler"]:
+        arguments["sampler"] = False
+    if train:
+        arguments.setdefault("count", train)
+    dtypes = {name: given[name] for name in ("dtype", "compute_dtype") if given[name] is not None}
+    if dtypes:
+        arguments["options"] = {"compute_dtype": "bfloat16"} | arguments.get("options", {}) | dtypes
+    if given["optimizer"] is not None:
+        from rlcore.planning.model import adamw_of
 
-
-def _given(texts: list[str]) -> list[Host]:
-    from rlcore.engines.launchers.base import Host
-    from rlcore.registry import launch
-
-    rows = [_parsed(_HOST, text, "--host", "host-a=cuda:8") for text in texts]
-    for kind in dict.fromkeys(kind for _, kind, _ in rows):
-        launch(kind)  # raises for a kind that is not registered
-    if len({name for name, _, _ in rows}) < len(rows):
-        raise typer.BadParameter(f"each host is named once, got {', '.join(texts)}", param_hint="--host")
-    return [Host(name=name, address="", counts={kind: int(count)}) for name, kind, count in rows]
-
-
-def _this_host() -> Host:
-    from rlcore.engines.launchers.base import Host
-    from rlcore.registry import get_device
-
-    best = get_device()
-    return Host(name=socket.gethostname(), address="", counts={best.spec.name: best.count()})
-
-
-def _best_kind(hosts: list[Host]) -> str:
-    """Return the first kind of which a host has a device; hosts name the best kind first."""
-    return next((kind for host in hosts for kind, count in host.counts.items() if count), "cpu")
-
-
-def _parsed(pattern: re.Pattern[str], text: str, option: str, example: str) -> tuple[str, ...]:
-    if (found := pattern.fullmatch(text)) is None:
-        raise typer.BadParameter(f"it must be such as {example}, got {text!r}", param_hint=option)
-    return found.groups()
-
-
-def _rows(names: list[str]) -> list[list[str]]:
-    """Return host, ranks and devices for each run of ranks on one host."""
-    rows = []
-    by_host = itertools.groupby(enumerate(names), key=lambda item: item[1].partition("/")[0])
-    for host, group in by_host:
-        ranks, devices = zip(*group, strict=True)
-        numbers = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-        rows.append([host, numbers, ", ".join(device.partition("/")[2] for device in devices)])
-    return rows
+        arguments["optimizer"] = adamw_of(**_OPTIMIZERS[given["optimizer"]])
+    return planned(**arguments)

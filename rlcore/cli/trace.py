@@ -71,6 +71,11 @@ def trace(
     program = _resolved(command or [])
     folder = output or _new_folder((command or [""])[0])
     code = _run(program, folder.absolute(), records_kernels=kernels)
+    if not any(folder.glob("spans-*.jsonl")):
+        raise InvalidInputError(
+            f"{(command or [''])[0]} ended with exit code {code} and noted nothing: it built no engine of rlcore and "
+            "entered no rlcore.span()"
+        )
     _show(folder, record)
     raise typer.Exit(code)
 

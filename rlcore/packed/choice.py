@@ -29,6 +29,7 @@ from rlcore.packed.implementations import (
     attend_varlen,
     prepare_flex,
 )
+from rlcore.planned import PlannedDevice, planned_device
 from rlcore.registry import registry, resolve
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 OPERATOR = "packed_attention"
 _PROBE_LENGTHS = (1, 37, 5, 150)  # one token, odd lengths, and more than one block of 128
 _PROBE_WINDOW = 16
+_FLASH_ARCH, _FLASH_HEAD = 80, 256
+"""The first architecture and the largest head of torch's own kernels of flash attention."""
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, torch.float64: 1e-9}
 """Largest relative error of a probe. A wrong mask is off by 0.1 and more; TF32 products by 1e-3."""
 
@@ -173,10 +176,27 @@ def choose(
 
 def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why an implementation cannot serve the call here, or None: its limits first, then its probe."""
+    planned = planned_device(device)
+    if planned is not None:
+        return _why_not_planned(name, call, planned, dtype)
     reason = implementations(device.type)[name].lacks(call, device)
     if reason is not None or name == "per_sequence":
         return reason
     return probing.why_not(_probe, name, call, dtype, device=device)
+
+
+def _why_not_planned(name: str, call: AttentionCall, planned: PlannedDevice, dtype: torch.dtype) -> str | None:
+    """Return the reason why an implementation would not serve the call on a device that is not asked.
+
+    Packages that may be installed there are left out: their memory is that of torch's own kernels.
+    """
+    if name == "per_sequence":
+        return None
+    if planned.arch < _FLASH_ARCH or name.startswith("flash_attention"):
+        return f"it is not planned with on {planned.type}"
+    if name == "varlen_attn" and (dtype not in {torch.bfloat16, torch.float16} or call.head_dim > _FLASH_HEAD):
+        return f"its kernels take heads of at most {_FLASH_HEAD} values in 16 bits"
+    return IMPLEMENTATIONS[name].lacks(call, torch.device("meta")) if name == "varlen_attn" else None
 
 
 def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> str | None:

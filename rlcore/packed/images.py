@@ -5,7 +5,8 @@ Letters: T packed tokens, N sequences, L longest sequence, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.image_inputs import IS_IMAGE, PIXELS, POSITIONS, ImageInputs
+from rlcore.image_inputs import GRID, IS_IMAGE, NUMBERS, PIXELS, POSITIONS, ImageInputs
+
+_OF_IMAGES = {"last_hidden_state", "pooler_output", "hidden_states", "attentions"}
+"""Results of ``get_image_features``, of which the model uses one alone: ``pooler_output``, features of each image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +30,10 @@ class PackedImages:
     types_name: str | None
     inputs: Mapping[str, Tensor]
     """Pixels and the like, in the order of the sequences."""
+    different: Mapping[str, Tensor]
+    """The same without images that an earlier sequence has, too."""
+    order: list[int]
+    """Which of the different images each image is."""
     is_image_T: Tensor
     """The tokens that stand for images."""
     position_T3: Tensor | None
@@ -36,11 +44,16 @@ class PackedImages:
         """Return the images of a batch whose inputs ``image_inputs.prepared`` made, or None if it has no images."""
         if images is None or not len(batch.get(PIXELS, ())):
             return None
+        inputs = {name: batch[name] for name in images.names}
+        numbers = batch[NUMBERS].tolist()
+        index_of = {number: index for index, number in enumerate(dict.fromkeys(numbers))}
         return cls(
             images.model.base_model,
             images.token_id,
             images.types_name,
-            {name: batch[name] for name in images.names},
+            inputs,
+            inputs if len(index_of) == len(numbers) else _chosen(inputs, [numbers.index(one) for one in index_of]),
+            [index_of[number] for number in numbers],
             batch[IS_IMAGE],
             batch.get(POSITIONS),
         )
@@ -62,11 +75,35 @@ class PackedImages:
         handle = decoder.register_forward_pre_hook(partial(self._put_back, is_stray_NL), with_kwargs=True)
         try:
             ids_NL = ids_NL.masked_fill(is_stray_NL, 0 if self.token_id else 1)
-            output = self.base(input_ids=ids_NL, use_cache=False, **self.inputs, **options)
+            with self._repeated_features():
+                output = self.base(input_ids=ids_NL, use_cache=False, **self.different, **options)
         finally:
             handle.remove()
         hidden_NLH: Tensor = output.last_hidden_state
         return hidden_NLH
+
+    @contextmanager
+    def _repeated_features(self) -> Iterator[None]:
+        """Inside, the model computes each image once, and takes its features for all sequences that have it."""
+        of_model = self.base.get_image_features
+
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            output = of_model(*args, **kwargs)
+            if not set(output) <= _OF_IMAGES:  # such as features that go into the decoder's layers
+                return of_model(*self.inputs.values(), **kwargs)
+            features = output.pooler_output
+            is_tensor = isinstance(features, Tensor)
+            output.pooler_output = features[self.order] if is_tensor else [features[index] for index in self.order]
+            return output
+
+        if self.different is self.inputs:
+            yield
+            return
+        self.base.get_image_features = repeated
+        try:
+            yield
+        finally:
+            del self.base.get_image_features
 
     def _put_back(
         self, is_stray_NL: Tensor, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -75,3 +112,11 @@ class PackedImages:
         embeds_NLH = kwargs["inputs_embeds"]
         own_H = self.base.get_input_embeddings()(torch.tensor(self.token_id, device=embeds_NLH.device))
         return args, kwargs | {"inputs_embeds": torch.where(is_stray_NL[..., None], own_H, embeds_NLH)}
+
+
+def _chosen(inputs: Mapping[str, Tensor], images: list[int]) -> dict[str, Tensor]:
+    """Return the inputs of these images alone."""
+    found = {name: value[images] for name, value in inputs.items() if name != PIXELS}
+    sizes = inputs[GRID].prod(1).tolist() if GRID in inputs else [1] * len(inputs[PIXELS])
+    pixels = torch.split(inputs[PIXELS], sizes)
+    return {PIXELS: torch.cat([pixels[index] for index in images])} | found

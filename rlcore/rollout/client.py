@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rlcore.arguments import did_you_mean
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import ParamsLike, Prompt
+from rlcore.engines.sampling.prompts import ParamsLike, Prompt, PromptLike, prompts_of
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.rollout.conversation import ConversationReader, Message
 from rlcore.rollout.trajectory import Trajectory, joined_turns
@@ -112,7 +112,7 @@ class RolloutClient:
         """All that was sampled, in the order in which it ended."""
         self.chat = _Chat(ChatCompletions(self, reader))
 
-    async def generate(self, prompt: Prompt, sampling_params: ParamsLike = None) -> RequestOutput:
+    async def generate(self, prompt: PromptLike, sampling_params: ParamsLike = None) -> RequestOutput:
         """Sample completions of one prompt.
 
         Args:
@@ -124,7 +124,8 @@ class RolloutClient:
         if isinstance(sampling_params, Mapping):
             unknown = SamplingParams.of(sampling_params)  # checks names and values
             sampling_params = replace(self._defaults, **{name: getattr(unknown, name) for name in sampling_params})
-        output = await self._send(prompt, SamplingParams.of(sampling_params or self._defaults))
+        [read] = prompts_of([prompt])
+        output = await self._send(read, SamplingParams.of(sampling_params or self._defaults))
         self.outputs.append(output)
         return output
 

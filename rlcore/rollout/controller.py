@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
-from torch import Tensor
-
 from rlcore.arguments import AT_LEAST_0, COUNT, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
@@ -194,7 +192,7 @@ class RolloutController:
         """As ``wait``, for a program with an event loop of its own."""
         return await asyncio.to_thread(self.wait, count, timeout_s)
 
-    def prepare_batch(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> dict[str, Tensor]:
+    def prepare_batch(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Return a batch of ``batch_size`` episodes; items of ``dataloader`` are submitted as needed, over and over.
 
         Args:
@@ -218,7 +216,7 @@ class RolloutController:
     # -------------------------------------------------------------------------------------- synchronous
 
     @takes("rollout_batch()", items=LIST, timeout_s=optional(AT_LEAST_0))
-    def rollout_batch(self, items: Sequence[Any], timeout_s: float | None = None) -> dict[str, Tensor]:
+    def rollout_batch(self, items: Sequence[Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Run an episode for each item now, wait for all, and return their batch, in the order of the items.
 
         The staleness bound does not count them. Rejected and failed episodes are left out.

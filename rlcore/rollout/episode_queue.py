@@ -136,15 +136,17 @@ class EpisodeQueue:
         return to_cancel
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain data; episodes that run are queued in it."""
+        """Return it as plain data; episodes that run are queued in it, and so are those whose sequences have images."""
+        plain = {number: one for number, one in self.ready.items() if not any(t.inputs for t in one.trajectories)}
+        again = self._running | {number: one.data for number, one in self.ready.items() if number not in plain}
         return {
             "format": _FORMAT,
             "version": self.bound.version,
             "next_number": self._next_number,
-            "queued": [[number, data] for number, data in [*sorted(self._running.items()), *self.queued]],
+            "queued": [[number, data] for number, data in [*sorted(again.items()), *self.queued]],
             "ready": [
                 [one.number, one.data, [trajectory.plain() for trajectory in one.trajectories]]
-                for _, one in sorted(self.ready.items())
+                for _, one in sorted(plain.items())
             ],
             "counts": dict(self.counts),
             "staleness": [list(item) for item in sorted(self.staleness.items())],

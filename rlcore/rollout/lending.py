@@ -1,8 +1,8 @@
 """``LentDevices``: the trainer's devices generate while the trainer has to wait for episodes.
 
-What the trainer holds there leaves by `swap`, and an inference engine on the same devices comes in, gets the trainer's
-weights and answers requests beside the others. Before the trainer goes on, everything is taken back. Requests that the
-engine has not finished stay with it, and go on when the devices are lent again.
+What the trainer holds there leaves by `swap`, where the engine can, and an inference engine on the same devices comes
+in, gets the trainer's weights and answers requests beside the others. Before the trainer goes on, everything is taken
+back. Requests that the engine has not finished stay with it, and go on when the devices are lent again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rlcore.engines.swapping.swap import swap
 from rlcore.errors import InvalidInputError, RlcoreError, StateError, first_line
 
 if TYPE_CHECKING:
+    from rlcore.engines.engine import Engine
     from rlcore.engines.inference import InferenceEngine
     from rlcore.engines.train import TrainEngine
     from rlcore.rollout.fleet import Fleet
@@ -102,11 +103,20 @@ class LentDevices:
 
     def _move_sampler_in(self, version: int) -> None:
         others = [tag for tag in self._tags if tag != "weights"]
-        swap(out=[(self.train, others)] if others else [], in_=[(self.infer, "weights")])
+        self._exchange(self.train, others, self.infer, ["weights"])
         if self.infer.version != version or self.infer.sync_state != "serving":
             self.train.sync_weights(self.infer, version=version)
-        swap(out=[(self.train, "weights")], in_=[(self.infer, "kv_cache")])
+        self._exchange(self.train, ["weights"], self.infer, ["kv_cache"])
 
     def _move_trainer_in(self) -> None:
         leaving = [tag for tag, state in self.infer.state.items() if state is State.LOADED]
-        swap(out=[(self.infer, leaving)] if leaving else [], in_=[(self.train, self._tags)])
+        self._exchange(self.infer, leaving, self.train, self._tags)
+
+    def _exchange(self, leaves: Engine, out: list[str], comes: Engine, in_: list[str]) -> None:
+        """Let tags of one engine leave while tags of the other come; one after the other where it cannot be at once."""
+        if self.infer.can_swap:
+            swap(out=[(leaves, out)] if out else [], in_=[(comes, in_)])
+            return
+        if out:
+            leaves.offload(*out)
+        comes.onload(*in_)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.routing.replay import joined_routes
 from rlcore.routing.routers import ROUTES
+from rlcore.sequence_input import joined_inputs
 
 NOT_SAMPLED = -1
 """The version of a token that the model was given."""
@@ -41,6 +42,8 @@ class Trajectory:
     """Plain values of your own, such as the text of the answer."""
     routed_experts: Tensor | None = None
     """The experts of each token that ran, [tokens, layers, experts a token], if the sampler returns them."""
+    inputs: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    """Inputs of the sequence beside its tokens, such as pixels of images."""
 
     def __post_init__(self) -> None:
         lengths = [len(part) for part in (self.token_ids, self.loss_mask, self.logprobs, self.versions)]
@@ -53,8 +56,19 @@ class Trajectory:
             raise InvalidInputError(f"the reward of a Trajectory must be a finite number, got {self.reward!r}")
 
     @classmethod
-    def of(cls, prompt: Sequence[int], completion: Completion, *, reward: float = 0.0) -> Trajectory:
-        """Return a prompt with one completion of it."""
+    def of(
+        cls,
+        prompt: Sequence[int],
+        completion: Completion,
+        *,
+        reward: float = 0.0,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Trajectory:
+        """Return a prompt with one completion of it.
+
+        Args:
+            inputs: what the prompt has beside its tokens, ``RequestOutput.inputs``.
+        """
         given = len(prompt)
         versions: list[int] = []
         for span in completion.version_spans:
@@ -67,6 +81,7 @@ class Trajectory:
             reward,
             {"text": completion.text},
             completion.routed_experts,
+            dict(inputs or {}),
         )
 
     @property
@@ -78,8 +93,14 @@ class Trajectory:
         """The oldest version of a sampled token; None if there is none."""
         return min(set(self.versions) - {NOT_SAMPLED}, default=None)
 
-    def followed_by(self, prompt: Sequence[int], completion: Completion) -> Trajectory | None:
-        """Return this with what another turn added, if that turn's prompt begins with these tokens; else None."""
+    def followed_by(
+        self, prompt: Sequence[int], completion: Completion, inputs: Mapping[str, Tensor] | None = None
+    ) -> Trajectory | None:
+        """Return this with what another turn added, if that turn's prompt begins with these tokens; else None.
+
+        Args:
+            inputs: those of the turn's prompt, which are of all turns so far.
+        """
         length = len(self.token_ids)
         if list(prompt[:length]) != self.token_ids:
             return None
@@ -88,7 +109,8 @@ class Trajectory:
             name: getattr(self, name) + getattr(turn, name)
             for name in ("token_ids", "loss_mask", "logprobs", "versions")
         }
-        return replace(self, **joined, extra=turn.extra, routed_experts=self._routes_with(completion))
+        routes = self._routes_with(completion)
+        return replace(self, **joined, extra=turn.extra, routed_experts=routes, inputs=dict(inputs or {}))
 
     def _routes_with(self, completion: Completion) -> Tensor | None:
         """Return the experts of each token where it was sampled: the last one so far ran first in the next turn."""
@@ -96,8 +118,8 @@ class Trajectory:
         return None if own is None or later is None else torch.cat([own, later[len(own) :]])
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain data, without the experts."""
-        return asdict(replace(self, routed_experts=None))
+        """Return it as plain data, without the experts and the inputs beside the tokens."""
+        return asdict(replace(self, routed_experts=None, inputs={}))
 
 
 def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
@@ -110,11 +132,11 @@ def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
     for output in outputs:
         for completion in output.outputs:
             for index, earlier in reversed(list(enumerate(found))):
-                if (longer := earlier.followed_by(output.prompt_token_ids, completion)) is not None:
+                if (longer := earlier.followed_by(output.prompt_token_ids, completion, output.inputs)) is not None:
                     found[index] = longer
                     break
             else:
-                found.append(Trajectory.of(output.prompt_token_ids, completion))
+                found.append(Trajectory.of(output.prompt_token_ids, completion, inputs=output.inputs))
     return found
 
 
@@ -125,7 +147,7 @@ _GROUPS = Kind(
 
 
 @takes("collate_trajectories()", groups=_GROUPS)
-def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Tensor]:
+def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Any]:
     """Return one padded batch of the trajectories of several episodes, in order.
 
     Returns:
@@ -134,7 +156,7 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Te
         for ``decoupled_ppo`` replace it by the trainer's ``forward_logprobs(batch)``; ``versions`` [N, L] int64, -1
         where no token was sampled; ``rewards`` [N] float32; ``group`` [N] int64, the index of the episode, as
         ``group_advantage(rewards, group=group)`` takes it. If trajectories have them, also ``routed_experts`` [N, L,
-        layers, experts a token] int16.
+        layers, experts a token] int16. Inputs beside the tokens are each a ``SequenceInput``.
 
     Raises:
         InvalidInputError: there is no trajectory.
@@ -163,4 +185,5 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, Te
         "rewards": torch.tensor([float(one.reward) for one in each]),
         "group": torch.tensor([index for index, group in enumerate(groups) for _ in group]),
         **({} if routes is None else {ROUTES: routes}),
+        **joined_inputs([one.inputs for one in each]),
     }

@@ -17,7 +17,7 @@ from typing import Any
 from rlcore.arguments import COUNT, FLAG, LIST, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.completion import Completion
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.engines.sampling.prompts import ParamsLike, Prompt
+from rlcore.engines.sampling.prompts import ParamsLike, PromptLike
 from rlcore.errors import InvalidInputError
 from rlcore.rollout.client import ChatChoice, RolloutClient
 from rlcore.rollout.reward_pool import RewardPool
@@ -63,7 +63,7 @@ class SingleTurn(Workflow):
         reward: ``reward(data, text) -> float``; or, with ``is_group_reward``, ``reward(data, texts) -> [float, ...]``,
             which sees all completions of the prompt.
         sampling_params: such as ``{"n": 8, "max_tokens": 512}``.
-        prompt: ``prompt(data)`` returns a text or token ids; None takes ``data["prompt"]``.
+        prompt: ``prompt(data)`` returns what ``InferenceEngine.generate`` takes as one; None takes ``data["prompt"]``.
         pool: calls ``reward`` in processes with a deadline; None calls it in the event loop.
     """
 
@@ -73,7 +73,7 @@ class SingleTurn(Workflow):
         reward: Callable[..., Any],
         sampling_params: ParamsLike = None,
         *,
-        prompt: Callable[[Any], Prompt] | None = None,
+        prompt: Callable[[Any], PromptLike] | None = None,
         is_group_reward: bool = False,
         pool: RewardPool | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class SingleTurn(Workflow):
         output = await client.generate(self._prompt(data), self._params)
         rewards = await self._rewards(data, output.outputs)
         return [
-            Trajectory.of(output.prompt_token_ids, completion, reward=reward)
+            Trajectory.of(output.prompt_token_ids, completion, reward=reward, inputs=output.inputs)
             for completion, reward in zip(output.outputs, rewards, strict=True)
         ]
 
@@ -236,9 +236,9 @@ async def _called(pool: RewardPool | None, function: Callable[..., Any], *args: 
     return await found if inspect.isawaitable(found) else found
 
 
-def _prompt_of(data: Any) -> Prompt:
+def _prompt_of(data: Any) -> PromptLike:
     try:
-        prompt: Prompt = data["prompt"]
+        prompt: PromptLike = data["prompt"]
     except (TypeError, KeyError, IndexError) as error:
         raise InvalidInputError(
             f"an item needs a 'prompt', or give prompt=, a function of it; got {data!r:.200}"

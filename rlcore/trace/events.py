@@ -6,6 +6,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,9 @@ class Process:
     """How far the clocks of other hosts were ahead of this one's."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class ProgramTrace:
-    """All that the processes of a program noted."""
+    """All that the processes of a program noted. What is computed of it, is once: a trace may have many spans."""
 
     processes: list[Process]
     """The program is the first."""
@@ -91,11 +92,11 @@ class ProgramTrace:
     notes: list[str]
     """Words for the reader of the trace, such as about damaged lines."""
 
-    @property
+    @cached_property
     def begin_ns(self) -> int:
         return min([*(span.begin_ns for span in self.spans), *(lane.begin_ns for lane in self.lanes)], default=0)
 
-    @property
+    @cached_property
     def end_ns(self) -> int:
         return max([*(span.end_ns for span in self.spans), *(lane.end_ns for lane in self.lanes)], default=0)
 
@@ -103,8 +104,9 @@ class ProgramTrace:
     def engines(self) -> dict[int, dict[str, Any]]:
         return self.processes[0].engines
 
+    @cached_property
     def calls(self) -> list[TracedSpan]:
-        """Return what the program asked of its engines; what is a part of another call is left out."""
+        """All that the program asked of its engines; what is a part of another call is left out."""
         found: list[TracedSpan] = []
         until: dict[tuple[int, int], int] = {}
         for span in self.spans:

@@ -120,7 +120,7 @@ def _of_program(
     """Yield what the threads that call the device's engines did meanwhile; the innermost span counts."""
     own = {span.engine for span in spans}
     calling = {span.thread for span in trace.spans if span.is_call and span.engine in own}
-    for span in (*trace.calls(), *(one for one in trace.spans if one.kind == "program")):
+    for span in (*trace.calls, *(one for one in trace.spans if one.kind == "program")):
         if span.process != 0 or span.thread not in calling:
             continue
         words = detail = _words(trace, span, own)

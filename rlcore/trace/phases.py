@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -111,13 +112,23 @@ class MeasuredSteps:
 
     def share(self, begin_ns: int, end_ns: int) -> float:
         """Return the seconds of an interval that lie in measured steps, divided by their number."""
-        inside = sum(max(0, min(end, end_ns) - max(begin, begin_ns)) for begin, end in self.measured)
-        return inside / len(self.measured) / 1e9
+        inside_ns = 0
+        for position in range(self._first_after(begin_ns), len(self.measured)):
+            begin, end = self.measured[position]
+            if begin >= end_ns:
+                break
+            inside_ns += max(0, min(end, end_ns) - max(begin, begin_ns))
+        return inside_ns / len(self.measured) / 1e9
 
     def has(self, span: TracedSpan) -> bool:
         """The middle of a span is in a measured step."""
         middle = (span.begin_ns + span.end_ns) // 2
-        return any(begin <= middle < end for begin, end in self.measured)
+        position = self._first_after(middle)
+        return position < len(self.measured) and self.measured[position][0] <= middle
+
+    def _first_after(self, time_ns: int) -> int:
+        """Return the position of the first measured step that ends after this."""
+        return bisect.bisect_right(self.measured, time_ns, key=lambda step: step[1])
 
 
 def _is_step(span: TracedSpan) -> bool:

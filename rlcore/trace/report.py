@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -115,7 +117,7 @@ def _phases(trace: ProgramTrace, steps: MeasuredSteps) -> Table:
     seconds: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     moved: Counter[str] = Counter()
-    for span in trace.calls():
+    for span in trace.calls:
         name = public_name(span)
         seconds[name] += steps.share(span.begin_ns, span.end_ns)
         if steps.has(span):
@@ -150,13 +152,10 @@ def _by_time(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _calls_inside(trace: ProgramTrace, steps: MeasuredSteps, span: TracedSpan) -> float:
     """Return the seconds of a step that the calls take which a thread makes inside a span of the program's."""
-    return sum(
-        steps.share(max(call.begin_ns, span.begin_ns), min(call.end_ns, span.end_ns))
-        for call in trace.calls()
-        if (call.process, call.thread) == (span.process, span.thread)
-        and call.begin_ns < span.end_ns
-        and call.end_ns > span.begin_ns
-    )
+    first = bisect.bisect_left(trace.calls, span.begin_ns, key=lambda call: call.begin_ns)
+    inside = itertools.takewhile(lambda call: call.begin_ns < span.end_ns, itertools.islice(trace.calls, first, None))
+    own = [call for call in inside if (call.process, call.thread) == (span.process, span.thread)]
+    return sum(steps.share(call.begin_ns, call.end_ns) for call in own)
 
 
 def _idle(devices: list[DeviceTimeline], steps: MeasuredSteps) -> list[Table]:

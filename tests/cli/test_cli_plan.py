@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_what_cannot_be_placed_says_who_has_what() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "give the size of an engine, --train or --infer"),
+        ([], "give a model, or the size of an engine: --train or --infer"),
         (["--train", "1", "--host", "host-a"], "it must be such as host-a=cuda:8, got 'host-a'"),
         (["--train", "1", "--label", "rack"], "it must be such as rack=r7, got 'rack'"),
         (["--train", "1", "--host", "a=cuda:8", "--address", "auto"], "give --host, or --address"),
@@ -56,3 +57,27 @@ def test_what_cannot_be_placed_says_who_has_what() -> None:
 def test_wrong_usage_is_named(arguments: list[str], reason: str) -> None:
     done = CliRunner().invoke(cli.app, ["plan", *arguments])
     assert done.exit_code == 2 and reason in done.output
+
+
+def test_the_memory_of_a_model_is_printed(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512, **sizes}))
+    fixed = [str(tmp_path), "--longest", "64", "--max-tokens", "64", "--recompute", "on", "--no-sampler"]
+    done = CliRunner().invoke(cli.app, ["plan", *fixed, "--device", "h200", "--memory", "20", "--train", "1", *TWO])
+    assert done.exit_code == 0, done.output
+    assert "on 1 x h200, 20.00 GiB each" in done.stdout and "host-a" in done.stdout
+    found = CliRunner().invoke(cli.app, ["plan", *fixed, "--device", "h200", "--optimizer", "adamw", "--json"])
+    assert json.loads(found.stdout)["layout"]["recompute"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--train", "1", "--longest", "8"], "it is for a plan of memory, which needs MODEL"),
+        (["M", "--recompute", "full"], "it must be one of off, selective, on, got 'full'"),
+        (["M", "--optimizer", "lion"], "it must be one of adamw, adamw-fused, got 'lion'"),
+    ],
+)
+def test_wrong_options_of_a_plan_of_memory_are_named(arguments: list[str], reason: str) -> None:
+    done = CliRunner().invoke(cli.app, ["plan", *arguments])
+    assert done.exit_code == 2 and reason in " ".join(done.output.replace("│", " ").split())

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rlcore.cli import main as cli
 from rlcore.engines import runtime
+from rlcore.errors import InvalidInputError
 from rlcore.trace.events import read_trace
 from tests.warm import ENGINES, LIMIT_S, run_warm, warm, without_settings
 
@@ -69,6 +72,13 @@ def test_ctrl_c_ends_the_program_and_then_comes_the_report(tmp_path: Path) -> No
     assert "KeyboardInterrupt" in errors and "Where a step's time goes" in out
 
 
+def test_a_program_without_rlcore_has_noted_nothing(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"true ended with exit code 0 and noted nothing: it built no engine of"
+    ):
+        CliRunner().invoke(cli.app, ["trace", "-o", str(tmp_path), "true"], catch_exceptions=False)
+
+
 def test_init_traces_the_program_and_reports_at_its_end(tmp_path: Path) -> None:
     program = 'import rlcore; rlcore.init(trace="here")\nwith rlcore.span("work"): pass'
     done = run_warm(program, cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)})
@@ -115,7 +125,7 @@ def test_the_first_steps_of_the_quickstart_have_spans_of_every_worker(tmp_path: 
     assert len(trace.processes) == 2 and trace.notes == []
     engines = {(span.facts["engine"], span.facts["rank"]) for span in trace.spans if span.is_of_worker}
     assert engines == {("the train engine", 0), ("the inference engine", 0)}
-    asked = {(call.name, call.facts.get("tag")) for call in trace.calls()}
+    asked = {(call.name, call.facts.get("tag")) for call in trace.calls}
     moves = {("onload", "optimizer"), ("offload", "optimizer"), ("onload", "weights"), ("offload", "weights")}
     others = {(name, None) for name in ("generate", "score", "train_step", "sync_weights", "save", "export")}
     assert moves | others <= asked

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "docs/devices.md": "tests/devices/test_docs_of_devices.py",
     "docs/integrations.md": "tests/docs/test_integrations.py",
     "docs/kernels.md": "tests/kernels/test_docs_of_kernels.py",
+    "docs/plan.md": "tests/planning/test_plan.py",
     "docs/plugins.md": "tests/docs/test_plugins.py",
     **{
         f"docs/guides/{name}.md": "tests/examples/test_examples.py"

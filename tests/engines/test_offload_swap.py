@@ -12,7 +12,8 @@ import torch
 import rlcore
 from rlcore.engines.offload import host_arena as arena_module
 from rlcore.engines.offload.host_arena import arena_of
-from rlcore.errors import DeviceError, InvalidInputError, StateError
+from rlcore.engines.residency import State
+from rlcore.errors import DeviceError, InvalidInputError, StateError, UnsupportedError
 from rlcore.ops import ppo_clip
 from tests.engines.train_policy import adamw_policy
 
@@ -207,3 +208,13 @@ def test_a_build_that_fails_leaves_the_limit_of_host_memory(
             build_train(devices="cpu", host_memory_bytes=4096, **options)
         assert arena.limit_bytes == earlier
         build_train(devices="cpu", **options).close()
+
+
+def test_an_engine_that_keeps_its_memory_by_itself_is_refused_before_anything_moves(
+    build_train: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_train(devices="cpu")
+    monkeypatch.setattr(type(engine), "can_swap", property(lambda self: False))
+    with pytest.raises(UnsupportedError, match=r"swap\(\) of the train engine with this executor .*call offload"):
+        rlcore.swap(out=[(engine, ())], in_=[])
+    assert State.OFFLOADED not in engine.state.values()

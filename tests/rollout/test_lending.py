@@ -12,6 +12,7 @@ import torch
 
 import rlcore
 from rlcore.engines.residency import State
+from rlcore.engines.sampling.hf.executor import HfExecutor
 from rlcore.errors import InvalidInputError, StateError, SyncError
 from rlcore.ops import decoupled_ppo, group_advantage
 from rlcore.quickstart.model import quickstart_model
@@ -176,7 +177,10 @@ def model(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_real_engines_change_places_and_the_trainer_learns_the_same(model: Path) -> None:
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_real_engines_change_places_and_the_trainer_learns_the_same(
+    can_swap: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sampler of its own and one on the trainer's device, whose tokens are as the trainer scores them."""
     with rlcore.meta_device():
         module = policy_class(model).from_pretrained(model)
@@ -190,6 +194,7 @@ def test_real_engines_change_places_and_the_trainer_learns_the_same(model: Path)
         train.build(devices="cpu:0", launcher="inline")
         own.build(devices="cpu:1", launcher="inline", dtype="float32")
         guest.build(colocate_with=train, launcher="inline", dtype="float32")
+        monkeypatch.setattr(HfExecutor, "can_swap", can_swap)
         lent = LentDevices(train, guest, after_s=0.0)
         assert guest.state["weights"] is State.OFFLOADED
         with RolloutController(own, workflow, batch_size=16, max_staleness=0, max_in_flight=4, lent=lent) as rollout:

@@ -85,7 +85,7 @@ def test_a_call_inside_another_is_no_call_of_the_program(tmp_path: Path) -> None
     made.span("sync_call", 2, 3, "call", engine="the train engine", number=1)
     made.end(4)
     made.span("generate", 5, 6, "call", engine="the inference engine", number=2)
-    assert [span.name for span in read_trace(tmp_path).calls()] == ["sync_weights", "generate"]
+    assert [span.name for span in read_trace(tmp_path).calls] == ["sync_weights", "generate"]
 
 
 @pytest.mark.parametrize("content", ["", "no JSON\n", '{"schema": "another/1"}\n', None])

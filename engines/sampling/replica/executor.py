@@ -37,7 +37,7 @@ _SYNC, _VALUES = "a weight sync", "weights without values"
 
 
 class Requests(Protocol):
-    """The requests of a replica, which its engine runs. Its methods are thread-safe."""
+    """The requests of a replica, which its engine runs."""
 
     @property
     def version(self) -> int:
@@ -87,6 +87,7 @@ class ReplicaExecutor(InferenceExecutor):
     runs_on_many_devices: ClassVar[bool] = True
     owns_process: ClassVar[bool] = True
     drives_replica: ClassVar[bool] = True
+    can_swap: ClassVar[bool] = False
 
     engine_name: ClassVar[str]
     """The name of the engine that it drives, as errors say it."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.npu_sim, pytest.mark.timeout(1200)]
 
 PROGRAM = Path(__file__).parents[3] / "examples" / "count_squares.py"
 SIZES = ["--steps", "10", "--prompts", "8", "--samples", "4", "--held-out", "16"]

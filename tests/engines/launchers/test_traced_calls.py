@@ -76,7 +76,7 @@ def test_a_call_that_fails_says_so_and_the_next_is_traced(folder: Path) -> None:
     with pytest.raises(WorkerError):
         group.call("train_step", [((True,), {})])
     group.call("train_step", [((), {})])
-    calls = read_trace(folder).calls()
+    calls = read_trace(folder).calls
     assert [call.facts.get("error") for call in calls] == ["WorkerError", None]
 
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2Config": {},
     "Qwen3Config": {"head_dim": 32, "tie_word_embeddings": True},
     "LlamaConfig": {},
+    "Qwen3MoeConfig": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 
 

@@ -1,4 +1,4 @@
-"""The quickstart with real vLLM as its sampler."""
+"""The quickstart with a real engine of another project as its sampler."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from tests.model_rounding import logprob_rounding
 
 
 @pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "executor", [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
 @pytest.mark.timeout(900)
-def test_vllm_samples_what_the_trainer_says(tmp_path: Path) -> None:
+def test_it_samples_what_the_trainer_says(executor: str, tmp_path: Path) -> None:
     pytest.importorskip(
         "matplotlib", reason="needs matplotlib, which draws its picture: pip install 'rlcore[quickstart]'"
     )
-    command = [sys.executable, "-m", "rlcore", "quickstart", "--executor", "vllm", "--steps", "3", "--output", "run"]
+    command = [sys.executable, "-m", "rlcore", "quickstart", "--executor", executor, "--steps", "3", "--output", "run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=880, check=False)
     assert result.returncode == 0, result.stderr
-    assert "starting the sampler, vllm" in result.stderr
+    assert f"starting the sampler, {executor}" in result.stderr
     *_, first, second, third = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     for metrics in (first, second, third):
         assert metrics["parity"] < logprob_rounding(tmp_path / "run" / "model", num_tokens=32)

@@ -1,0 +1,199 @@
+"""A step of the train engine on meta tensors: the engine's own code, and the memory that it would take.
+
+Nothing is computed and nothing is read: a module of any size is planned on any machine, in seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlcore._torch_private import own_buffers
+from rlcore.device import Device
+from rlcore.engines.batch import loss_mask_of, to_packed
+from rlcore.engines.executors.step import evaluate, score, train_step
+from rlcore.engines.executors.strategy import OneDevice
+from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
+from rlcore.engines.fsdp2.sharding import Sharding, shard
+from rlcore.engines.memory_plan.allocator import Allocator, CachingAllocator, PlainAllocator
+from rlcore.engines.memory_plan.ledger import Ledger
+from rlcore.engines.memory_plan.stand_ins import FLOPS, INSIDE, stand_ins
+from rlcore.engines.offload.group import optimizer_tensors
+from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch, rank_batches
+from rlcore.kernels.losses.interface import LossFn
+from rlcore.kernels.losses.token_weights import token_weights
+from rlcore.nn import TrainModule, optimizers_of
+from rlcore.planned import PlannedDevice, planning_for
+from rlcore.registry import get_device
+
+_META = torch.device("meta")
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """The memory of one phase on one device, in bytes."""
+
+    before: int
+    """In tensors when the phase begins."""
+    allocated: int
+    """In tensors at most."""
+    reserved: int
+    """In segments of the allocator at most."""
+    parts: Mapping[str, int]
+    """``allocated`` by what it is."""
+    flops: int = 0
+    """Floating-point operations of products and attention."""
+
+
+class _MetaDevice:
+    """The host's device, but that its tensors are on the meta device."""
+
+    torch_device = _META
+
+    def __init__(self) -> None:
+        self._host = get_device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+
+class PlannedTrainer:
+    """One rank of a train engine, alone with its module, whose tensors have sizes and no memory.
+
+    Args:
+        module: made under ``rlcore.meta_device()``; a copy of it is planned.
+        capacity: the most that the allocator may take from the device; None is no limit.
+
+    Raises:
+        PlannedMemoryError: the device has less; also from every method below.
+        UnsupportedError: the step needs values of tensors.
+    """
+
+    def __init__(
+        self, module: TrainModule, sharding: Sharding, device: PlannedDevice, capacity: int | None = None
+    ) -> None:
+        module = copy.deepcopy(module)
+        module.output_head()  # measured while nothing is planned
+        allocator: Allocator = CachingAllocator(capacity) if device.arch else PlainAllocator(capacity)
+        self.module, self.device = module, device
+        self.ledger = Ledger(allocator, INSIDE, FLOPS)
+        vocab_size = len(module.output_head().weight)
+        self.ledger.name_of = lambda tensor: "logits" if vocab_size in tensor.shape else "activations"
+        shard(module, sharding, _META, lambda: None, 1)
+        self._strategy = OneDevice(module, cast("Device", _MetaDevice()))
+        self._hold_module()
+        module.train()
+        with self._running():
+            module.on_weights_materialized()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with planning_for(self.device), stand_ins(self.device), self.ledger:
+            yield
+
+    def _hold_module(self) -> None:
+        for parameter in self.module.parameters():
+            self.ledger.add(parameter.detach(), "weights")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._name_gradient)  # type: ignore[no-untyped-call]
+        for part in self.module.modules():
+            buffers = own_buffers(part)
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    buffers[name] = buffer.to(_META)
+                    self.ledger.add(buffer.to(_META), "weights")
+
+    def _name_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.ledger.rename(parameter.grad, "gradients")
+
+    # ----------------------------------------------------------------------------------------------- state
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def make_optimizer_state(self) -> None:
+        """Take an optimizer step without a batch, after which the optimizers have their states."""
+        self.make_gradients()
+        with self._running():
+            for optimizer in optimizers_of(self.module).values():
+                optimizer.step()
+            self._strategy.zero()
+        self._name_optimizer_state()
+
+    def _name_optimizer_state(self) -> None:
+        for optimizer in optimizers_of(self.module).values():
+            for value in optimizer_tensors([optimizer]):
+                self.ledger.rename(value, "optimizer")
+
+    def make_gradients(self) -> None:
+        """Let every trained parameter have a gradient, as after the first of several micro-batches."""
+        with self._running():
+            for parameter in self._trained:
+                parameter.grad = torch.empty_like(parameter)
+                self._name_gradient(parameter)
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes that are held between two steps, by what they are."""
+        return dict(self.ledger.held())
+
+    # ---------------------------------------------------------------------------------------------- phases
+
+    def train(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> PhasePeak:
+        """Return the peak of a step of ``TrainEngine.train_batch`` with this batch."""
+        return self._peak(partial(train_step, self._strategy, _weighted(batch, options), loss_fn, options))
+
+    def evaluate(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> PhasePeak:
+        return self._peak(partial(evaluate, self._strategy, _weighted(batch, options), loss_fn, options))
+
+    def score(self, batch: Batch, options: ScoreOptions) -> PhasePeak:
+        """Return the peak of ``TrainEngine.forward_logprobs``."""
+        packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
+        scored = packed | {SCORED: loss_mask_of(packed)}
+        (rank_batch,) = rank_batches(scored, 1, options.max_tokens_per_micro_batch)
+        return self._peak(partial(score, self._strategy, rank_batch, options))
+
+    def _peak(self, phase: Callable[[], object]) -> PhasePeak:
+        ledger, allocator = self.ledger, self.ledger.allocator
+        ledger.reset_peaks()
+        before = allocator.allocated
+        with self._running():
+            phase()
+        self._name_optimizer_state()
+        return PhasePeak(before, allocator.peak_allocated, allocator.peak_reserved, dict(ledger.at_peak), ledger.flops)
+
+
+_LAYOUT = ("input_ids", "cu_seqlens", "attention_mask", "loss_mask")
+
+
+def _weighted(batch: Batch, options: StepOptions) -> RankBatch:
+    packed = to_packed(batch)
+    weight_T = token_weights("token-mean", loss_mask_of(packed), cu_seqlens=packed["cu_seqlens"])
+    (rank_batch,) = rank_batches(packed | {WEIGHT: weight_T}, 1, options.max_tokens_per_micro_batch)
+    return rank_batch
+
+
+def batch_of(lengths: Sequence[int], prompt_tokens: int = 0) -> dict[str, Tensor]:
+    """Return a packed batch of sequences of these lengths, as ``train_batch`` takes it; its values say nothing.
+
+    Args:
+        prompt_tokens: tokens at the start of each sequence that are not trained on.
+    """
+    total = sum(lengths)
+    mask = torch.cat([torch.arange(length) >= prompt_tokens for length in lengths]) if prompt_tokens else None
+    batch = {
+        "input_ids": torch.zeros(total, dtype=torch.long),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "old_logprobs": torch.zeros(total),
+        "advantages": torch.zeros(total),
+    }
+    return batch if mask is None else batch | {"loss_mask": mask}

@@ -1,0 +1,105 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlcore.planning.step import PhaseMemory, StepPlan, schedule
+
+if TYPE_CHECKING:
+    from rlcore.planning.plan import MemoryPlan
+
+_GIB = 2**30
+
+
+def text_of(plan: MemoryPlan) -> str:
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: MemoryPlan) -> Iterator[str]:
+    best, device = plan.best, plan.device
+    trained = (
+        "" if plan.model.num_trained == plan.model.num_parameters else f", {_count(plan.model.num_trained)} trained"
+    )
+    yield f"{plan.model.name}: {_count(plan.model.num_parameters)} parameters{trained}"
+    yield f"on {best.layout.count} x {device.name}, {_gib(device.total_bytes)} GiB each"
+    yield ""
+    yield from table(_phase_rows(best))
+    yield ""
+    if best.fits:
+        yield f"It fits, with {_gib(best.spare_bytes)} GiB of a device to spare."
+        yield f"The largest max_tokens_per_micro_batch is about {plan.largest_max_tokens}."
+    else:
+        yield f"It does not fit: {_gib(-best.spare_bytes)} GiB of a device are missing. {_remedy(best)}"
+    if plan.has_sampler:
+        yield f"The sampler's KV cache holds {best.kv_tokens} tokens on {best.layout.tensor_parallel} device(s)."
+        yield f"{_gib(best.moved_bytes)} GiB a device move to the host or back in a step{_moving(best)}."
+    yield ""
+    yield f"train.build({_arguments(dict(plan.options) | best.layout.build_options())})"
+    if plan.has_sampler:
+        yield f'infer.build(colocate_with=train, tensor_parallel_size={best.layout.tensor_parallel})  # executor="vllm"'
+    yield ""
+    yield "each step:"
+    yield from (f"  {call}" for call in schedule(best, plan.has_sampler))
+    if plan.others:
+        yield ""
+        yield "the next best:"
+        yield from table(_layout_rows([best, *plan.others]))
+
+
+def _phase_rows(plan: StepPlan) -> Iterator[list[str]]:
+    has_seconds = any(phase.seconds for phase in plan.phases)
+    yield ["phase", "GiB of a device", "host GiB", *(["seconds a micro-batch"] if has_seconds else []), "of these"]
+    for phase in plan.phases:
+        seconds = [_seconds(phase)] if has_seconds else []
+        yield [phase.name, _gib(phase.device_bytes), _gib(phase.host_bytes), *seconds, _parts(phase)]
+
+
+def _layout_rows(plans: list[StepPlan]) -> Iterator[list[str]]:
+    yield ["shards", "copies", "tensor parallel", "recompute", "tokens", "offloaded", "GiB to spare", "KV tokens"]
+    for one in plans:
+        layout = one.layout
+        away = ", ".join(layout.offload) or "nothing"
+        numbers = [layout.shards, layout.replicas, layout.tensor_parallel, layout.recompute, layout.max_tokens]
+        yield [*map(str, numbers), away, _gib(one.spare_bytes), str(one.kv_tokens)]
+
+
+def _remedy(plan: StepPlan) -> str:
+    worst = max(plan.phases, key=lambda phase: phase.device_bytes)
+    part = max(worst.parts, key=lambda name: worst.parts[name])
+    ways = "more devices, a smaller longest sequence, lora=, or options={'dtype': 'bfloat16'}"
+    return f"Most of it are the {part} of the phase {worst.name}; what helps: {ways}."
+
+
+def _parts(phase: PhaseMemory) -> str:
+    largest = sorted(phase.parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size >= _GIB // 100)
+
+
+def _moving(plan: StepPlan) -> str:
+    return "" if plan.move_seconds is None else ", in {:.3g} to {:.3g} s".format(*plan.move_seconds)
+
+
+def _seconds(phase: PhaseMemory) -> str:
+    return "not in the record" if phase.seconds is None else "{:.3g} to {:.3g}".format(*phase.seconds)
+
+
+def _arguments(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 10**8 else f"{number / 1e6:.2f} million"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.2f}"
+
+
+def table(rows: Iterator[list[str]]) -> Iterator[str]:
+    """Yield lines in which each column begins below the other."""
+    kept = list(rows)
+    widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
+    for row in kept:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,93 @@
+"""Traces of one model, each made once: by recomputation and tokens of a micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rlcore.engines.executors.materialize import retype
+from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
+from rlcore.engines.fsdp2.sharding import Sharding
+from rlcore.engines.memory_plan.ranks import GatheredBytes, gathered
+from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of
+from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.planning.hardware import Hardware
+from rlcore.planning.layout import Recompute
+from rlcore.planning.model import PlannedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The memory of one device that has the whole model."""
+
+    held: dict[str, int]
+    """Bytes between two steps, by what they are."""
+    score: PhasePeak
+    train: PhasePeak
+    """The peak of a micro-batch after another one."""
+
+
+class Traces:
+    """The traces of one model on one kind of device.
+
+    Args:
+        longest: the tokens of the longest sequence.
+        prompt_tokens: tokens at the start of each sequence that are not trained on.
+        options: the build options of the train engine that all traces share.
+    """
+
+    def __init__(
+        self, model: PlannedModel, device: Hardware, longest: int, prompt_tokens: int, options: dict[str, Any]
+    ) -> None:
+        self.model, self.device = model, device
+        self.longest, self.prompt_tokens, self.options = longest, prompt_tokens, options
+        self.trace = functools.cache(self._trace)
+        self.gathered = functools.cache(self._gathered)
+
+    def sharding(self, recompute: Recompute) -> Sharding:
+        return Sharding(**{**self.options, "activation_checkpointing": recompute})
+
+    def _gathered(self) -> GatheredBytes:
+        return gathered(self.model.module, self.sharding(recompute=False))
+
+    def lengths(self, max_tokens: int) -> list[int]:
+        """Return the sequences of a full micro-batch, the longest there are."""
+        count, rest = divmod(max_tokens, self.longest)
+        return [self.longest] * count + ([rest] if rest > 1 else [])
+
+    def _trace(self, recompute: Recompute, max_tokens: int, *, is_gathered: bool = False) -> StepTrace:
+        """StepTrace scoring and training of one full micro-batch.
+
+        Args:
+            is_gathered: parameters have the compute dtype, as those that FSDP has gathered: nothing is cast.
+        """
+        sharding = self.sharding(recompute)
+        if is_gathered:
+            sharding = replace(sharding, dtype=sharding.compute_dtype or sharding.dtype)
+        trainer = PlannedTrainer(self.model.module, sharding, self.device.planned)
+        trainer.make_optimizer_state()
+        held = trainer.held()
+        batch = batch_of(self.lengths(max_tokens), self.prompt_tokens)
+        common: dict[str, Any] = {"max_tokens_per_micro_batch": max_tokens, "temperature": 1.0}
+        score = trainer.score(batch, ScoreOptions(**common, top_p=1.0, top_k=-1))
+        trainer.make_gradients()
+        options = StepOptions(**common, max_grad_norm=1.0, with_entropy=True)
+        return StepTrace(held, score, trainer.train(batch, ppo_clip(), options))
+
+
+def cache_bytes_per_token(model: PlannedModel) -> int:
+    """Return the bytes of keys and values of one token in the model's own cache, in bfloat16; 0 if it has none."""
+    if model.config is None:
+        return 0
+    num_tokens, decoder = 16, copy.deepcopy(model.module.get_decoder())  # type: ignore[operator]
+    retype(decoder, torch.bfloat16, torch.bfloat16)
+    with torch.device("meta"), torch.no_grad():
+        decoder.to("meta")
+        tokens = torch.zeros(1, num_tokens, dtype=torch.long)
+        cache = decoder(input_ids=tokens, use_cache=True).past_key_values
+    held = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return int(sum(held)) // num_tokens

@@ -1,0 +1,241 @@
+"""Plans of a step's memory beside what allocators gave: torch's own on a host, and one measured on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import rlcore
+from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
+from rlcore.engines.fsdp2.sharding import Sharding
+from rlcore.engines.memory_plan import stand_ins as of_plan
+from rlcore.engines.memory_plan.allocator import CachingAllocator, PlainAllocator, PlannedMemoryError
+from rlcore.engines.memory_plan.stand_ins import stand_ins
+from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of
+from rlcore.errors import UnsupportedError
+from rlcore.ops import ppo_clip
+from rlcore.planned import PlannedDevice, planned_device, planning_for
+from tests.planning.peaks import MODELS, SETUPS, module_of
+
+GPU = PlannedDevice("cuda", cores=132, arch=90)
+HOST = PlannedDevice("cpu")
+LEAST, MOST = 0.98, 1.05
+"""The promise of a plan on a GPU, as parts of what is measured; on a host it is 10 % to both sides."""
+HOST_LEAST, HOST_MOST = 0.90, 1.10
+MIB = 1 << 20
+
+_SMALL = {
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+}  # fmt: skip
+SMALL = {
+    "qwen2": {"model_type": "qwen2", **_SMALL},
+    "gemma3": {"model_type": "gemma3_text", **_SMALL, "head_dim": 32, "sliding_window": 64},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", **_SMALL, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}  # fmt: skip
+
+MEASURED = [
+    ("qwen2.5-0.5b", "bfloat16, 32k, offload", 2, 3643994624, 4310935552),
+    ("qwen2.5-1.5b", "bfloat16, 32k, offload", 2, 6662313472, 7971783168),
+    ("llama-3.2-1b", "bfloat16, 32k, offload", 2, 7114112512, 8652424704),
+    ("gemma3-1b", "bfloat16, 32k, offload", 2, 6576088064, 7998808064),
+    ("qwen3-moe-0.9b", "bfloat16, 32k, offload", 2, 5178818560, 6867849728),
+    ("qwen2.5-1.5b-lora", "recompute, 8k", 2, 1839006720, 1849572352),
+    ("qwen2.5-1.5b-lora", "selective, 4k", 2, 2184839168, 2195404800),
+    ("qwen2.5-7b-lora", "recompute, 8k", None, 19681530880, 20007314432),
+]
+"""Model, setup, layers, and the peaks in tensors of the first and the second step, with torch 2.11 on one H100."""
+
+
+def step_options(max_tokens: int) -> StepOptions:
+    return StepOptions(max_tokens_per_micro_batch=max_tokens, max_grad_norm=1.0, temperature=1.0, with_entropy=True)
+
+
+def score_options(max_tokens: int) -> ScoreOptions:
+    return ScoreOptions(max_tokens_per_micro_batch=max_tokens, temperature=1.0, top_p=1.0, top_k=-1)
+
+
+# ------------------------------------------------------------------------------------------------------- a host
+
+
+def host_peak(call: Callable[[], object]) -> int:
+    """Return the most bytes that torch's allocator of the host gave during a call and had not got back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        call()
+    waiting, sizes = list(found.profiler.kineto_results.experimental_event_tree()), []
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag.name == "Allocation":
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    held = peak = 0
+    for _, size in sorted(sizes):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def grown(peak: PhasePeak) -> int:
+    return peak.allocated - peak.before
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2", {"activation_checkpointing": True}),
+        pytest.param("qwen2", {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("gemma3", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_for_a_host_is_what_its_allocator_gives(name: str, options: dict[str, Any]) -> None:
+    batch = batch_of([90, 40, 62, 70, 50, 8])
+    most = 200
+    trainer = PlannedTrainer(module_of(SMALL[name], None, "cpu"), Sharding(**options), HOST)
+    trainer.make_optimizer_state()
+    planned = trainer.train(batch, ppo_clip(), step_options(most)), trainer.score(batch, score_options(most))
+    with rlcore.TrainEngine(module_of(SMALL[name], None, "cpu")) as engine:
+        engine.build(devices=["cpu"], launcher="inline", **options)
+        engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=most)
+        measured = (
+            host_peak(lambda: engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=most)),
+            host_peak(lambda: engine.forward_logprobs(batch, max_tokens_per_micro_batch=most)),
+        )
+    for peak, real in zip(planned, measured, strict=True):
+        assert HOST_LEAST * real <= grown(peak) <= HOST_MOST * real, (grown(peak), real)
+
+
+# -------------------------------------------------------------------------------------------------------- a GPU
+
+
+@pytest.mark.parametrize(
+    "measured", [MEASURED[5], *(pytest.param(one, marks=pytest.mark.slow) for one in MEASURED)], ids=str
+)
+def test_a_plan_for_a_gpu_is_what_was_measured(measured: tuple[str, str, int | None, int, int]) -> None:
+    model, setup, layers, *peaks = measured
+    (config, lora), wanted = MODELS[model], SETUPS[setup]
+    if lora is not None:
+        pytest.importorskip("peft", reason="peft is not installed")
+    config = config if layers is None else config | {"num_hidden_layers": layers}
+    trainer = PlannedTrainer(module_of(config, lora), Sharding(**wanted["build"]), GPU)
+    batch, options = batch_of(wanted["lengths"]), step_options(wanted["max_tokens"])
+    for real in peaks:
+        planned = trainer.train(batch, ppo_clip(), options)
+        assert LEAST * real <= planned.allocated <= MOST * real, (planned.allocated, real)
+        assert planned.reserved >= planned.allocated
+
+
+def test_parts_add_up_and_gradients_of_an_earlier_micro_batch_count() -> None:
+    trainer = PlannedTrainer(module_of(SMALL["qwen2"], None), Sharding(compute_dtype="bfloat16"), GPU)
+    weights = sum(parameter.nbytes for parameter in trainer.module.parameters())
+    trainer.make_optimizer_state()
+    held = trainer.held()
+    assert held["weights"] >= weights and 2 * weights <= held["optimizer"] < 2.1 * weights
+    alone = trainer.train(batch_of([64]), ppo_clip(), step_options(64))
+    trainer.make_gradients()
+    after = trainer.train(batch_of([64]), ppo_clip(), step_options(64))
+    assert after.allocated > alone.allocated and after.before - alone.before >= weights
+    assert 0 <= after.allocated - sum(after.parts.values()) < 0.05 * after.allocated  # what rounding adds
+    assert alone.flops > 6 * 64 * (weights // 4 - 1024 * 128)
+    assert trainer.held() == held
+
+
+def test_a_step_that_needs_values_is_refused() -> None:
+    class Reading(type(module_of(SMALL["qwen2"], None))):  # type: ignore[misc]
+        def hidden_states(self, batch: Any) -> torch.Tensor:
+            found: torch.Tensor = super().hidden_states(batch)
+            return found[found[:, 0].nonzero()[:, 0]]
+
+    module = module_of(SMALL["qwen2"], None)
+    module.__class__ = Reading
+    trainer = PlannedTrainer(module, Sharding(), HOST)
+    with pytest.raises(UnsupportedError, match=r"a plan of a step with aten.nonzero.*needs values"):
+        trainer.train(batch_of([16]), ppo_clip(), step_options(16))
+
+
+def test_the_planned_device_ends_with_the_plan_and_means_meta_tensors_alone() -> None:
+    meta, host = torch.device("meta"), torch.device("cpu")
+    assert planned_device(meta) is None
+    with planning_for(GPU):
+        assert planned_device(meta) == GPU and planned_device(host) is None
+    assert planned_device(meta) is None
+
+
+def test_stand_ins_go_and_leave_other_tensors_alone() -> None:
+    from torch.optim import optimizer
+
+    listed = optimizer._get_fused_kernels_supported_devices
+    query = torch.rand(1, 2, 5, 8)
+    plain = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    with stand_ins(GPU):
+        assert "meta" in optimizer._get_fused_kernels_supported_devices()
+        assert not torch.is_autocast_enabled("meta")
+        assert torch.equal(torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True), plain)
+    assert optimizer._get_fused_kernels_supported_devices is listed
+    with pytest.raises(RuntimeError):
+        torch.is_autocast_enabled("meta")
+
+
+def test_attention_with_softcap_takes_what_flex_attention_takes() -> None:
+    query = torch.empty(1, 4, 32, 16, device="meta", requires_grad=True)
+    key = torch.empty(1, 2, 32, 16, device="meta", requires_grad=True)
+    out, sums = of_plan._flex_operator()(query, key, key)
+    assert (out.shape, sums.shape, sums.dtype) == (query.shape, query.shape[:3], torch.float32)
+    out.sum().backward()
+    assert query.grad is not None and key.grad is not None and key.grad.shape == key.shape
+
+
+# ---------------------------------------------------------------------------------------------------- allocators
+
+
+@pytest.fixture
+def allocator() -> Iterator[CachingAllocator]:
+    yield CachingAllocator(capacity=64 * MIB)
+
+
+def test_requests_are_rounded_and_small_ones_share_a_segment(allocator: CachingAllocator) -> None:
+    blocks = [allocator.allocate(1), allocator.allocate(513)]
+    assert (allocator.allocated, allocator.reserved) == (512 + 1024, 2 * MIB)
+    for block in blocks:
+        allocator.free(block)
+    assert (allocator.allocated, allocator.reserved) == (0, 2 * MIB)
+    allocator.allocate(MIB)
+    assert allocator.reserved == 2 * MIB  # what was freed is whole again
+
+
+def test_large_requests_share_segments_of_20_mib_until_10_mib(allocator: CachingAllocator) -> None:
+    allocator.allocate(2 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate(9 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate(11 * MIB + 1)
+    assert allocator.reserved == 32 * MIB
+    assert (
+        allocator.peak_reserved == 32 * MIB and allocator.peak_allocated == 23 * MIB
+    )  # less than 1 MiB is not split off
+
+
+def test_cached_segments_go_back_before_the_memory_ends(allocator: CachingAllocator) -> None:
+    allocator.free(allocator.allocate(30 * MIB))
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved == 40 * MIB
+    with pytest.raises(PlannedMemoryError, match=f"{26 * MIB} bytes are asked for, {40 * MIB} are in tensors"):
+        allocator.allocate(26 * MIB)
+
+
+def test_a_host_gives_what_is_asked_for() -> None:
+    host = PlainAllocator(capacity=100)
+    block = host.allocate(60)
+    with pytest.raises(PlannedMemoryError, match="41 bytes are asked for, 60 are in tensors, and 100 are there"):
+        host.allocate(41)
+    host.free(block)
+    assert (host.allocated, host.peak_allocated) == (0, 60)
+    host.reset_peaks()
+    assert host.peak_reserved == 0

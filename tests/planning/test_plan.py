@@ -1,0 +1,214 @@
+"""``rlcore.plan``: phases, layouts that fit, seconds of a record, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlcore
+from rlcore.engines.fsdp2.sharding import Sharding
+from rlcore.engines.memory_plan.ranks import gathered
+from rlcore.errors import BenchError, CheckpointError, InvalidInputError, UnsupportedError
+from rlcore.planning.configuration import arguments_of
+from rlcore.planning.hardware import hardware
+from rlcore.planning.model import planned_model
+from rlcore.planning.rates import Rates
+from rlcore.planning.traces import cache_bytes_per_token
+
+GIB = 1 << 30
+CONFIG = {
+    "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+VALUES = 2 * (256 * (4 + 2 + 2 + 4) * 64 + (4 + 2 + 2) * 64 + 3 * 256 * 768 + 2 * 256) + 4096 * 256 + 256
+"""Parameters: projections and their biases, MLP and norms of two layers, the embedding, the last norm."""
+FIXED: dict[str, Any] = {"longest": 256, "max_tokens": 512, "recompute": True}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+@pytest.fixture(scope="module")
+def found(config_file: Path) -> Any:
+    return rlcore.plan(config_file, device="h200", tensor_parallel=1, **FIXED)
+
+
+def test_a_plan_has_all_phases_and_says_what_to_write(found: Any) -> None:
+    phases = {phase.name: phase for phase in found.best.phases}
+    assert list(phases) == ["sample", "score", "train", "sync"]
+    assert found.fits and found.largest_max_tokens >= 512
+    assert 4 * VALUES <= phases["score"].parts["weights"] < 4.1 * VALUES
+    assert 8 * VALUES <= phases["train"].parts["optimizer"] < 8.2 * VALUES
+    assert phases["sample"].parts["sampler's weights"] == 2 * VALUES
+    for phase in phases.values():
+        assert phase.device_bytes == sum(phase.parts.values())
+    text = str(found)
+    assert "train.build(compute_dtype='bfloat16', activation_checkpointing=True)" in text
+    assert "It fits" in text and "on 1 x h200, 139.80 GiB each" in text
+    assert json.loads(json.dumps(found.as_dict()))["fits"] is True
+
+
+def test_less_memory_moves_more_and_then_does_not_fit(config_file: Path) -> None:
+    room = hardware("h200").context_bytes + 16 * VALUES
+    small = rlcore.plan(config_file, device="h200", memory_bytes=room, sampler=False, **FIXED)
+    assert not small.fits
+    text = str(small)
+    assert "It does not fit" in text and "what helps" in text and small.largest_max_tokens == 0
+    assert [phase.name for phase in small.best.phases] == ["score", "train"]
+
+
+def test_shards_divide_what_is_held_and_gather_the_rest(config_file: Path, found: Any) -> None:
+    four = rlcore.plan(config_file, device="h200", count=4, replicas=1, tensor_parallel=2, **FIXED)
+    one, cut = ({phase.name: phase for phase in plan.best.phases}["train"].parts for plan in (found, four))
+    assert cut["weights"] == -(-one["weights"] // 4) and cut["optimizer"] == -(-one["optimizer"] // 4)
+    assert cut["gathered weights"] == 2 * VALUES  # both layers are one group
+    assert cut["gradients"] == 4 * VALUES
+    assert "data_parallel_size=4" in str(four) and "tensor_parallel_size=2" in str(four)
+    module = planned_model(config_file).module
+    assert gathered(module, Sharding(gather_bytes=0)).weights == 4 * VALUES  # in float32, each of two layers alone
+
+
+def test_layouts_are_looked_for_and_the_best_are_shown(config_file: Path) -> None:
+    plan = rlcore.plan(config_file, device="h200", count=2, longest=64, recompute=False)
+    layouts = [one.layout for one in (plan.best, *plan.others)]
+    assert plan.best.layout.shards == 1 and len(layouts) == len(set(layouts)) > 2
+    assert all(one.fits for one in plan.others)
+    assert "the next best:" in str(plan)
+
+
+def test_keys_and_values_of_a_token(config_file: Path) -> None:
+    assert cache_bytes_per_token(planned_model(config_file)) == 2 * 2 * 2 * 64 * 2  # layers, heads, width, 16 bits
+
+
+def test_adapters_train_alone(config_file: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    plan = rlcore.plan(config_file, device="h200", lora=4, sampler=False, **FIXED)
+    assert plan.model.num_trained < plan.model.num_parameters / 10
+    train = plan.best.phases[-1].parts
+    assert train["optimizer"] < train["weights"] and f"{plan.model.num_trained / 1e6:.2f} million trained" in str(plan)
+
+
+def test_a_module_of_the_users_own_is_planned_with_its_optimizer(config_file: Path) -> None:
+    module = planned_model(config_file, optimizer=_sgd).module
+    plan = rlcore.plan(module, device="cpu", sampler=False, options={}, **FIXED)
+    assert "optimizer" not in plan.best.phases[-1].parts
+    assert plan.device.total_bytes > GIB // 4
+
+
+def _sgd(parameters: Any) -> Any:
+    import torch
+
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------- seconds
+
+
+def test_a_record_gives_ranges(config_file: Path, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = Rates((1e12, 2e12), (1e9, 4e9), None)
+    monkeypatch.setattr(Rates, "of", lambda file, device: rates)
+    timed = rlcore.plan(config_file, device="h200", tensor_parallel=1, record="some.json", **FIXED)
+    seconds = {phase.name: phase.seconds for phase in timed.best.phases}
+    flops = found.best.flops
+    assert seconds["train"] == (flops / 2e12, flops / 1e12) and seconds["sync"] == (VALUES / 2e9, 2 * VALUES / 1e9)
+    assert seconds["sample"] is None and "not in the record" in str(timed)
+
+
+@pytest.mark.slow
+def test_rates_of_the_projects_own_records() -> None:
+    results, device = Path(rlcore.__file__).parents[1] / "bench" / "results", hardware("h200")
+    steps = Rates.of(results / "train-h200.json", device)
+    assert steps.flops_per_s is not None and 1e14 < steps.flops_per_s[0] <= steps.flops_per_s[1] < 1e15
+    syncs = Rates.of(results / "vllm-h200.json", device)
+    assert syncs.flops_per_s is None and syncs.sync_bytes_per_s is not None and syncs.sync_bytes_per_s[0] > 1e11
+    with pytest.raises(InvalidInputError, match="has measured no training step and no weight sync"):
+        Rates.of(results / "startup-cpu.json", device)
+
+
+def test_a_file_that_is_no_record_is_refused(config_file: Path) -> None:
+    with pytest.raises(BenchError):
+        rlcore.plan(config_file, device="h200", record=config_file, **FIXED)
+
+
+# ------------------------------------------------------------------------------------------- what is given wrong
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "h20"}, r"no device 'h20' is known or here; did you mean 'h200'\?; known without being here: h200"),
+        ({"longest": 512, "max_tokens": 256}, r"max_tokens=256 is less than longest=512.*raise it"),
+        ({"prompt_tokens": 4096}, "prompt_tokens must be from 0 to below longest=4096"),
+        ({"count": 0}, "plan.. takes a whole number of at least 1, or None as count, got 0"),
+        ({"count": 4, "replicas": 3}, "replicas must divide the 4 devices, got 3"),
+        ({"options": {"compute": "bfloat16"}}, "options= of plan.. are those of the fsdp2 executor's build"),
+        ({"options": {"compile": True}}, "options= of plan.. has compile: plans do not know it"),
+        ({"options": {"replicas": 2}}, "give it as replicas="),
+        ({"recompute": "full"}, "activation_checkpointing must be False, True or 'selective', got 'full'"),
+        ({"lora": {"rank": 4}}, "lora=.*cannot be added to this model"),
+    ],
+)
+def test_what_a_plan_refuses(config_file: Path, given: dict[str, Any], message: str) -> None:
+    if "lora" in given:
+        pytest.importorskip("peft", reason="peft is not installed")
+    with pytest.raises(InvalidInputError, match=message):
+        rlcore.plan(config_file, **{"device": "h200", **given})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"config.json is no configuration of a model: FileNotFoundError.*name a model folder"),
+        ("{", "is no configuration of a model: JSONDecodeError"),
+        ("{}", "has no model_type"),
+        ('{"model_type": "no such"}', "transformers cannot read"),
+        ('{"model_type": "t5"}', "is a 't5' model, which is not a causal language model"),
+        ('{"model_type": "qwen2", "hidden_size": 10, "num_attention_heads": 0}', "no model can be made of|cannot read"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        planned_model(tmp_path)
+
+
+def test_something_else_than_a_model_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"a plan takes a model folder, a config.json.*got int"):
+        rlcore.plan(7)
+
+
+def test_a_file_of_rlcore_train_is_planned_as_it_says(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    text = "model: M\ndata: {train: d.jsonl, reward: 'm:f'}\nplacement: shared\n"
+    text += "rollout: {max_tokens: 100, max_staleness: 0}\n"
+    file.write_text(text + "trainer: {data_parallel_size: 2, options: {replicas: 2, activation_checkpointing: true}}\n")
+    found = arguments_of(str(file))
+    assert {name: found[name] for name in ("model", "count", "replicas", "recompute", "longest", "sampler")} == {
+        "model": "M", "count": 4, "replicas": 2, "recompute": True, "longest": 200, "sampler": True,
+    }  # fmt: skip
+    file.write_text(text + "trainer: {executor: deepspeed}\n")
+    with pytest.raises(UnsupportedError, match="plans follow the steps of fsdp2"):
+        arguments_of(str(file))
+
+
+@pytest.mark.slow
+def test_the_lines_in_the_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(rlcore.__file__).parents[1] / "docs" / "plan.md").read_text("utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "Qwen2.5-1.5B").mkdir()
+    (tmp_path / "Qwen2.5-1.5B" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    exec(block, {"rlcore": rlcore})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["sample", "score", "train", "sync"]
