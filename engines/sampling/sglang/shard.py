@@ -78,7 +78,8 @@ class SglangShard(ReplicaShard):
             UnsupportedError: a parameter gets nothing of the folder, such as a head that SGLang does not tie.
         """
         views = [WeightView(name, tensor, tensor) for name, tensor in (self._target.checkpoint() or {}).items()]
-        trace = trace_loader(*self._target.meta_model(), describe(views, 1).manifest, self._target.tensors())
+        model, load_weights = self._target.meta_model()
+        trace = trace_loader(model, load_weights, describe(views, 1).manifest, self._target.tensors())
         if trace.refusal:
             raise UnsupportedError(f"{path} in SGLang", f"{trace.refusal}, which SGLang leaves as it made it")
         return super().differing_after_reload(path)
