@@ -34,6 +34,13 @@ _TEXT = {
 }
 
 
+_MROPE: dict[str, Any] = _TEXT | {
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+}
+_PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": 21, "vision_start_token_id": 22, "vision_end_token_id": 23}
+
+
 def qwen_config() -> Any:
     """Positions in time, height and width; images of any size; two layers of attention in windows and one over all."""
     from transformers import Qwen2_5_VLConfig
@@ -43,20 +50,44 @@ def qwen_config() -> Any:
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_heads": 2,
-        "patch_size": 4,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
         "window_size": 16,
         "fullatt_block_indexes": [1],
         "out_hidden_size": 32,
         "initializer_range": 0.3,
     }
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
-    text = _TEXT | {"rope_parameters": rope}
-    tokens = {"image_token_id": IMAGE, "video_token_id": 21, "vision_start_token_id": 22, "vision_end_token_id": 23}
     return Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="float32", eos_token_id=14, **tokens
+        text_config=_MROPE,
+        vision_config=vision | _PATCHES,
+        tie_word_embeddings=True,
+        dtype="float32",
+        eos_token_id=14,
+        **_TOKENS,
     )
+
+
+def qwen2_config() -> Any:
+    from transformers import Qwen2VLConfig
+
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    return Qwen2VLConfig(text_config=_MROPE, vision_config=vision | _PATCHES, dtype="float32", **_TOKENS)
+
+
+def qwen3_config() -> Any:
+    """Features of images also go into the first layers of the decoder."""
+    from transformers import Qwen3VLConfig
+
+    rope = _MROPE["rope_parameters"] | {"mrope_interleaved": True}
+    vision = {
+        "depth": 3,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 64,
+    }
+    text = _MROPE | {"head_dim": 8, "rope_parameters": rope}
+    return Qwen3VLConfig(text_config=text, vision_config=vision | _PATCHES, dtype="float32", **_TOKENS)
 
 
 def llava_config() -> Any:
@@ -100,20 +131,25 @@ def gemma_config() -> Any:
     )
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {"qwen2_5_vl": qwen_config, "llava": llava_config, "gemma3": gemma_config}
+CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", qwen_config),
+    "qwen2_vl": ("Qwen2VL", qwen2_config),
+    "qwen3_vl": ("Qwen3VL", qwen3_config),
+    "llava": ("Llava", llava_config),
+    "gemma3": ("Gemma3", gemma_config),
+}
 
 
 def model_class(family: str) -> Any:
     import transformers
 
-    names = {"qwen2_5_vl": "Qwen2_5_VL", "llava": "Llava", "gemma3": "Gemma3"}
-    return getattr(transformers, names[family] + "ForConditionalGeneration")
+    return getattr(transformers, CONFIGS[family][0] + "ForConditionalGeneration")
 
 
 def write_model(folder: Path, family: str, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model_class(family)(CONFIGS[family]()).save_pretrained(folder)
+        model_class(family)(CONFIGS[family][1]()).save_pretrained(folder)
     return folder
 
 
@@ -128,7 +164,7 @@ def prompt_of(family: str, images: tuple[tuple[int, int], ...] = ((4, 4),), *, s
     def text(length: int) -> list[int]:
         return torch.randint(13, (length,), generator=random).tolist()
 
-    if family == "qwen2_5_vl":
+    if family.startswith("qwen"):
         grid = torch.tensor([[1, rows, columns] for rows, columns in images])
         lengths = [rows * columns // 4 for rows, columns in images]
         inputs = {

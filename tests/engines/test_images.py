@@ -23,6 +23,7 @@ from rlcore.sequence_input import SequenceInput
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
 from .image_models import (
+    CONFIGS,
     IMAGE,
     ImageTruth,
     continued_logprobs,
@@ -91,7 +92,7 @@ def mixed_prompts(family: str) -> list[Any]:
 # ---------------------------------------------------------------------------------------------- sampler and trainer
 
 
-@pytest.mark.parametrize("family", [QWEN, pytest.param(LLAVA, marks=slow), pytest.param("gemma3", marks=slow)])
+@pytest.mark.parametrize("family", [QWEN, *(pytest.param(family, marks=slow) for family in CONFIGS if family != QWEN)])
 def test_sampler_trainer_and_transformers_agree(family: str, model_folder: Callable[[str], Path]) -> None:
     """Before and after a step, whose weights are synced: vision tower, projector and decoder."""
     prompts = mixed_prompts(family)
@@ -135,6 +136,7 @@ def own_model(family: str, folder: Path, state: Any, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
+@slow
 def test_a_sampled_image_token_is_a_token_like_others(model_folder: Callable[[str], Path]) -> None:
     """The model samples the token that stands for images, too; no image belongs to it."""
     with (
@@ -148,6 +150,7 @@ def test_a_sampled_image_token_is_a_token_like_others(model_folder: Callable[[st
         check_logprobs(QWEN, infer.path, with_it, rlcore.collate(with_it), train)
 
 
+@slow
 def test_outputs_carry_the_images(model_folder: Callable[[str], Path]) -> None:
     """By both ways to ask, from a worker of another process, to which they were sent."""
     prompts = mixed_prompts(QWEN)
@@ -183,7 +186,7 @@ def test_equal_tokens_with_other_images_have_random_numbers_of_their_own(model_f
 # --------------------------------------------------------------------------------------------------------- training
 
 
-@places(("cpu", 1, ()), ("cpu", 2, ()), ("cpu", 3, slow), ("cuda", 2, pytest.mark.multigpu))
+@places(("cpu", 1, ()), ("cpu", 2, slow), ("cpu", 3, slow), ("cuda", 2, pytest.mark.multigpu))
 def test_steps_are_those_of_a_plain_loop(build: Build, place: Place, model_folder: Callable[[str], Path]) -> None:
     """Sequences with and without images, in micro-batches of which some have none, on ranks of which some have none."""
     engine = build(place.workers, place.device)

@@ -37,7 +37,7 @@ _SYNC, _VALUES = "a weight sync", "weights without values"
 
 
 class Requests(Protocol):
-    """The requests of a replica, which its engine runs. Its methods are thread-safe."""
+    """The requests of a replica, which its engine runs."""
 
     @property
     def version(self) -> int:

@@ -99,7 +99,8 @@ class SglangReplica:
     def stay(self) -> None:
         """Keep the schedulers waiting for calls, until ``leave``: many are to come."""
         if not self._calls.are_open:
-            self._calls.open("a weight sync")
+            with self._processes.needed_for("a weight sync"):
+                self._calls.open("a weight sync")
 
     def leave(self) -> None:
         self._calls.close()

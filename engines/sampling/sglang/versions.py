@@ -74,8 +74,10 @@ def prepare(device: Device, num_devices: int) -> str:
 
 
 def _be_quiet() -> None:
-    warnings.filterwarnings("ignore", module="sglang")  # of quantizations that this device does not have
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # likewise in the processes that SGLang starts
+    """Hide warnings of what this device does not have, here and in the processes that SGLang starts."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="sglang")
+    given = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (given, "ignore::UserWarning")))
 
 
 def check_version(version: str) -> None:

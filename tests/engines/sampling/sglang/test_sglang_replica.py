@@ -105,7 +105,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     thread = EngineThread(Sglang)  # type: ignore[arg-type]
     sglang: Any = thread.engine
     reader = object.__new__(PromptReader)
-    reader.__dict__ |= {"tokenizer": None, "stop_token_ids": (1,), "_vocab_size": 50, "max_positions": None}
+    reader.__dict__ |= {
+        "tokenizer": None,
+        "stop_token_ids": (1,),
+        "_vocab_size": 50,
+        "max_positions": None,
+        "images": None,
+    }
     processes = WorkerProcesses(CONTEXT, 0, lambda process: "it", reports_errors=False)
     calls: Any = Calls(sglang)
     yield Made(SglangReplica(thread, calls, processes, reader, 0), sglang, processes)
