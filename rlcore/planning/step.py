@@ -142,7 +142,7 @@ def _trainer(traces: Traces, layout: StepLayout) -> _TrainerMemory:
         computed |= {"gradients in exchange": found.overlapping}
     else:
         of_train["gradients"] = found.whole_gradients
-    of_train |= max(computed, exchange, key=lambda parts: sum(parts.values()))
+    of_train |= computed if sum(computed.values()) > sum(exchange.values()) else exchange
     return _TrainerMemory(
         held,
         _cached(held | of_score, trace.score),
