@@ -154,7 +154,8 @@ class QuantizedCopies:
 
 def quantized_whole(values_MRC: Tensor) -> tuple[Tensor, Tensor]:
     """Return float8 values and scales [M], as vLLM's ``scaled_fp8_quant`` does for each matrix."""
-    scale_M = values_MRC.abs().amax((1, 2)).float() / FP8_MAX
+    largest_M = values_MRC.abs().amax((1, 2)).float()
+    scale_M = largest_M / torch.full_like(largest_M, FP8_MAX)  # by a number, torch multiplies by its reciprocal on GPUs
     scaled = values_MRC.float() * (1.0 / scale_M)[:, None, None]
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_M
 

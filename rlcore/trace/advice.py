@@ -13,7 +13,7 @@ from typing import Any
 
 from rlcore.trace.events import ProgramTrace, TracedSpan
 from rlcore.trace.gaps import PROGRAM, DeviceTimeline
-from rlcore.trace.phases import COMPUTE, COPY, SAVE, MeasuredSteps, bytes_text, kind_of, limit_of
+from rlcore.trace.phases import COMPUTE, SAVE, MeasuredSteps, bytes_text, kind_of, limit_of
 
 _LEAST_SHARE = 0.005
 """The share of a step below which nothing is worth a row."""
@@ -49,7 +49,7 @@ def advice(
     count = len(steps.measured)
     found = [
         *_copies(calls, count, limits or {}),
-        *_swaps(calls, count),
+        *_swaps(trace, calls, count),
         *_products(trace, calls, count, limits or {}),
         *_decoding(trace, calls, count, limits or {}),
         *_syncs(calls, count, limits or {}),
@@ -93,12 +93,13 @@ def _moves(span: TracedSpan) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield span.name, span.facts
 
 
-def _swaps(calls: Sequence[TracedSpan], count: int) -> Iterator[Advice]:
+def _swaps(trace: ProgramTrace, calls: Sequence[TracedSpan], count: int) -> Iterator[Advice]:
     """One engine leaves, another comes, and nothing is computed in between: both ways of the link can work at once."""
     both_s = 0.0
     run: list[TracedSpan] = []
     for span in [*calls, None]:
-        if span is not None and kind_of(span) == COPY and span.name in ("onload", "offload"):
+        can_swap = span is not None and trace.engines.get(span.engine, {}).get("can_swap", True)
+        if span is not None and can_swap and span.name in ("onload", "offload"):
             run.append(span)
             continue
         out_s, in_s = (sum(one.seconds for one in run if one.name == name) for name in ("offload", "onload"))

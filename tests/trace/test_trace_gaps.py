@@ -104,6 +104,16 @@ def test_what_would_make_a_step_faster(tmp_path: Path) -> None:
     assert "48% of" in next(one.how for one in found if one.what == "train_batch")
 
 
+def test_an_engine_that_cannot_swap_is_not_advised_to(tmp_path: Path) -> None:
+    made = MadeProgram(tmp_path)
+    made.program.engine(SAMPLER, "inference", ["cuda:0"], can_swap=False)
+    made.call("offload", TRAINER, "cuda:0", 0, 100, tag="weights", most_bytes=1, seconds=0.1, pinned=True)
+    made.call("onload", SAMPLER, "cuda:0", 100, 200, tag="weights", most_bytes=1, seconds=0.1, pinned=True)
+    trace = read_trace(tmp_path)
+    found = advice(trace, MeasuredSteps(trace), device_timelines(trace), None)
+    assert "offload, then onload, one after the other" not in {one.what for one in found}
+
+
 def test_without_limits_only_what_needs_none_has_a_number(tmp_path: Path) -> None:
     made = MadeProgram(tmp_path)
     made.program.engine(TRAINER, "train", ["cuda:0"], num_parameters=10)
