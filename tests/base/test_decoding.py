@@ -7,6 +7,7 @@ import io
 import os
 import random
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from rlcore.tensor_tree import FIRST_FREE_CODE, TreeEncoder, decode_tree
 from rlcore.types import IpcHandle
 
 NUM_DAMAGED = 200
+TOO_DEEP = 1_000_000
+"""From Python 3.14 on the stack's size is the limit, and not a number of calls."""
 
 
 def deep(num_lists: int) -> bytes:
@@ -39,10 +42,10 @@ def deep(num_lists: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (deep(100_000), list[Any]),
-        (b"\x82\xa5field\x01\xa7unknown" + deep(100_000), dict[str, int]),
-        (b"\x81\xa7unknown" + deep(100_000), RemoteCall),  # a field that is skipped
-        (b"\x93\x00\xa1a" + deep(100_000), tuple[int, str, msgspec.Raw]),
+        (deep(TOO_DEEP), list[Any]),
+        (b"\x82\xa5field\x01\xa7unknown" + deep(TOO_DEEP), dict[str, int]),
+        (b"\x81\xa7unknown" + deep(TOO_DEEP), RemoteCall),  # a field that is skipped
+        (b"\x93\x00\xa1a" + deep(TOO_DEEP), tuple[int, str, msgspec.Raw]),
     ],
 )
 def test_lists_in_lists_are_refused_without_a_recursion_error(data: bytes, kind: Any) -> None:
@@ -120,16 +123,18 @@ def test_damaged_handles_and_manifests_say_what_they_are_not() -> None:
         except InvalidInputError as error:
             assert str(error)
     with pytest.raises(InvalidInputError, match="bytes are no IpcHandle"):
-        IpcHandle.from_bytes(deep(100_000))
+        IpcHandle.from_bytes(deep(TOO_DEEP))
     with pytest.raises(SyncError, match="bytes are no Manifest of a weight sync: containers are nested too deeply"):
-        WeightManifest.from_bytes(b"\x81\xa7unknown" + deep(100_000))
+        WeightManifest.from_bytes(b"\x81\xa7unknown" + deep(TOO_DEEP))
 
 
 def test_a_packet_that_nests_too_deeply_closes_its_descriptor() -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here, there:
         there.send(b"\x82\xa4type\xa7Release\xa7unknown" + deep(60_000))
-        with pytest.raises(DeviceError, match=r"bytes are no IPC message of process \d+: containers are nested too"):
+        # No longer packet passes a socket; from Python 3.14 on this one is not too deep to be skipped.
+        why = "Object missing required field" if sys.version_info >= (3, 14) else "containers are nested too deeply"
+        with pytest.raises(DeviceError, match=rf"bytes are no IPC message of process \d+: {why}"):
             messages.receive(here)
 
 
@@ -210,7 +215,7 @@ def test_what_a_child_sends_damaged_is_one_kind_of_error(name: str, envelope: En
             num_refused += 1
     assert num_refused > NUM_DAMAGED // 4
     with pytest.raises(InvalidInputError, match=r"^these \d+ bytes are no "):
-        read(deep(100_000))
+        read(deep(TOO_DEEP))
     assert len(list(Path("/proc/self/fd").iterdir())) <= open_before, "no descriptor is left open"
 
 
