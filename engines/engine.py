@@ -54,6 +54,7 @@ class Engine(ABC):
         self._group: WorkerGroup | None = None
         self._residency = Residency(self.label, self.tags, self._refill)
         self._is_closed = False
+        self._was_built = False
         self._start: Callable[[], WorkerGroup]
         self._options: dict[str, Any] = {}
         self._host_memory: tuple[int | None, int | None] = (None, None)
@@ -156,6 +157,7 @@ class Engine(ABC):
         self._options = executor_options
         self._host_memory = host_memory_bytes, reserve_host_bytes
         self._bring_up(onload)
+        self._was_built = True
         return self
 
     def _checked_interpreter(self, python: str | os.PathLike[str] | None) -> str:
@@ -213,8 +215,10 @@ class Engine(ABC):
         """End the workers, start new ones on the same devices, and bring them to the last checkpoint.
 
         It is the checkpoint that this engine last saved or loaded; without one, they get the model folder's weights.
+        After a restart that failed, such as for a host that is gone, it can be called again.
         """
-        self._built_group()
+        if self._is_closed or not self._was_built:
+            self._built_group()
         self._discard_workers()
         self._bring_up(onload=True)
         return self
@@ -292,7 +296,12 @@ class Engine(ABC):
 
     def _built_group(self) -> WorkerGroup:
         if self._group is None:
-            state = "is closed" if self._is_closed else "is not built; call build() first"
+            if self._is_closed:
+                state = "is closed"
+            elif self._was_built:
+                state = "has no workers since its restart failed; call restart() again"
+            else:
+                state = "is not built; call build() first"
             raise StateError(f"{self.label} {state}")
         return self._group
 

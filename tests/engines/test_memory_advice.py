@@ -13,7 +13,7 @@ from rlcore.engines.executors.worker import MemoryReport
 from rlcore.engines.launchers import want_of_memory as of_launchers
 from rlcore.engines.launchers.want_of_memory import want_of_memory
 from rlcore.engines.memory_plan.advice import Failed, advice
-from rlcore.engines.memory_plan.trainer import batch_of
+from rlcore.engines.memory_plan.trainer import batch_of, workspaces
 from rlcore.errors import WorkerError
 from rlcore.ops import ppo_clip
 from rlcore.planned import PlannedDevice, as_planned
@@ -59,7 +59,9 @@ def failed(**options: Any) -> Failed:
 def test_the_advice_names_numbers_that_fit(mib: int, options: dict[str, Any], expected: str, absent: str) -> None:
     import re
 
-    text = advice(module_of(CONFIG, None), failed(**options), GPU, report(mib << 20, others=7), 1)
+    text = advice(
+        module_of(CONFIG, None), failed(**options), GPU, report((mib << 20) + sum(workspaces(GPU)), others=7), 1
+    )
     assert re.search(expected, text), text
     assert absent not in text.split()
     assert "7 bytes are tensors of others in this process: offload the engines" in text

@@ -12,7 +12,7 @@ import torch
 
 import rlcore
 from rlcore.engines.offload.storages import distinct_storages
-from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import DeviceError, InvalidInputError, StateError, UnsupportedError
 from rlcore.ops import ppo_clip
 from tests.accuracy import assert_within_rounding
 
@@ -87,6 +87,21 @@ def test_a_released_optimizer_comes_back_by_restart(engine: rlcore.TrainEngine) 
         engine.onload("optimizer")
     engine.restart()
     assert [train_once(engine) for _ in range(2)] == losses, "there is no checkpoint: from the model folder"
+
+
+def test_a_restart_that_failed_can_be_tried_again(engine: rlcore.TrainEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = train_once(engine)
+
+    def fail(self: Any, options: Any) -> None:
+        raise DeviceError("planted")
+
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match="planted"):
+        patch.setattr(rlcore.TrainEngine, "_build_workers", fail)
+        engine.restart()
+    with pytest.raises(StateError, match=r"no workers since its restart failed; call restart\(\) again"):
+        train_once(engine)
+    engine.restart()
+    assert train_once(engine) == loss
 
 
 @pytest.mark.parametrize("moves", [["offload"], ["meta"], ["meta", "onload"]], ids="-".join)
