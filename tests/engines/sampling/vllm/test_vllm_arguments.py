@@ -15,7 +15,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.vllm import arguments, versions
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
-FOLDER: Any = SimpleNamespace(path="model")
+FOLDER: Any = SimpleNamespace(path="model", reads_images=False)
 KV_CACHE = {"kv_cache_memory_bytes": 1 << 20}
 MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.llm_engine")
 MODULES += ("vllm.device_allocator", "vllm.device_allocator.cumem")
