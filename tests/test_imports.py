@@ -127,6 +127,7 @@ def test_public_names() -> None:
         "list_devices",
         "meta_device",
         "offloaded",
+        "plan",
         "span",
         "swap",
     ]  # fmt: skip

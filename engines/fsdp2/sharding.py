@@ -97,8 +97,8 @@ class Sharding:
                 raise InvalidInputError(f"{name} must be a whole number of at least {least}, got {value!r}")
         if self.compile and (self.tensor_parallel_size > 1 or self.expert_parallel_size > 1):
             raise InvalidInputError(
-                "compile=True does not go with tensor_parallel_size or expert_parallel_size yet: nobody has tried how "
-                "torch's compiler takes the exchanges of transformers' layers; leave it out"
+                "compile=True does not go with tensor_parallel_size or expert_parallel_size: torch's compiler fails on "
+                "layers that are cut by tensor parallelism (torch 2.13: RecursionError); leave it out"
             )
 
     @property

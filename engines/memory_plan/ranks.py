@@ -1,13 +1,18 @@
 """The memory that one of several ranks of FSDP2 holds, derived from the trace of a module that is alone on its device.
 
 Parameters, gradients and optimizer states are cut; what is gathered comes on top: the root's own parameters from the
-first forward to the last backward, and the parameters of two groups of blocks, as one is gathered while another is
-computed with. Whole gradients are held from the first micro-batch of a step to its last, unless each is exchanged.
+first forward to the last backward, and a group of blocks twice, as the buffer of the exchange and as parameters.
+
+Whole gradients are held from the first micro-batch of a step to its last. There each group's are exchanged once its
+backward is done and its activations are gone, and freed then: what takes most is either the activations or the largest
+exchange. Where each micro-batch is exchanged, exchanges of two groups may overlap with the backward of the next.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from torch import nn
 
 from rlcore.engines.fsdp2.gather_groups import gather_groups
 from rlcore.engines.fsdp2.sharding import Sharding
@@ -24,31 +29,40 @@ class GatheredBytes:
     weights: int
     """Parameters in the compute dtype."""
     exchange: int
-    """Gradients of a group on their way, beside its shards."""
+    """The gradients of a group, the buffer in which they are sent, and this rank's part of their sum."""
+    overlapping: int
+    """The gradients of a group, and the buffers of the two exchanges before, that are there while a group computes."""
     whole_gradients: int
     """Gradients of all parameters."""
 
 
-def gathered(module: TrainModule, sharding: Sharding) -> GatheredBytes:
-    """Return what one rank of several gathers of a module on the meta device."""
+def gathered(module: TrainModule, sharding: Sharding, shards: int) -> GatheredBytes:
+    """Return what one rank of several gathers of a module on the meta device.
+
+    Args:
+        shards: the ranks over which the module is cut.
+    """
     classes = set(module.wrap_classes())
     blocks = {name: block for name, block in module.named_modules() if name and type(block).__name__ in classes}
     dtype = sharding.torch_compute_dtype
     groups = gather_groups(module, blocks, dtype, sharding.gather_bytes)
-    in_blocks = {parameter for group in groups for block in group for parameter in block.parameters()}
-    root = [parameter for parameter in module.parameters() if parameter not in in_blocks]
-    sizes = [_num_values(parameter for block in group for parameter in block.parameters()) for group in groups]
-    largest = max(sizes, default=0)
-    trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
-    of_group = max(
-        (_num_values(p for b in group for p in b.parameters() if p in trained) for group in groups), default=0
-    )
+    sets = [{parameter for block in group for parameter in block.parameters()} for group in groups]
+    in_blocks = set().union(*sets)
+    root = {parameter for parameter in module.parameters() if parameter not in in_blocks}
+    largest = max(map(_num_values, sets), default=0)
+    of_group = max((_num_values(_trained(one)) for one in sets), default=0)
+    cast = 0 if dtype == sharding.torch_dtype else largest * dtype.itemsize // shards
     return GatheredBytes(
-        weights=(_num_values(root) + (2 if len(groups) > 1 else 1) * largest) * dtype.itemsize,
-        exchange=of_group * (dtype.itemsize + _REDUCED_BYTES),
-        whole_gradients=_num_values(trained) * _REDUCED_BYTES,
+        weights=(_num_values(root) + 2 * largest) * dtype.itemsize + cast,
+        exchange=of_group * (dtype.itemsize + _REDUCED_BYTES) + of_group * _REDUCED_BYTES // shards,
+        overlapping=of_group * (dtype.itemsize + 2 * _REDUCED_BYTES),
+        whole_gradients=_num_values(_trained(set(module.parameters()))) * _REDUCED_BYTES,
     )
 
 
-def _num_values(parameters: object) -> int:
-    return sum(parameter.numel() for parameter in set(parameters))  # type: ignore[call-overload]
+def _trained(parameters: set[nn.Parameter]) -> set[nn.Parameter]:
+    return {parameter for parameter in parameters if parameter.requires_grad}
+
+
+def _num_values(parameters: set[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

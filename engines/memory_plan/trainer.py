@@ -34,6 +34,7 @@ from rlcore.planned import PlannedDevice, planning_for
 from rlcore.registry import get_device
 
 _META = torch.device("meta")
+_LARGE_WORKSPACE_ARCH, _WORKSPACE, _OLDER_WORKSPACE = 90, 32 << 20, (8 << 20) + (128 << 10)
 Batch = Mapping[str, Tensor]
 
 
@@ -51,6 +52,16 @@ class PhasePeak:
     """``allocated`` by what it is."""
     flops: int = 0
     """Floating-point operations of products and attention."""
+
+
+def workspaces(device: PlannedDevice) -> list[int]:
+    """Return what the library of products takes once: a workspace for each of three handles, as measured on an H200.
+
+    Its size is torch's: see ``parseChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``.
+    """
+    if not device.arch:
+        return []
+    return [_WORKSPACE if device.arch >= _LARGE_WORKSPACE_ARCH else _OLDER_WORKSPACE] * 3
 
 
 class _MetaDevice:
@@ -90,6 +101,9 @@ class PlannedTrainer:
         shard(module, sharding, _META, lambda: None, 1)
         self._strategy = OneDevice(module, cast("Device", _MetaDevice()))
         self._hold_module()
+        self._workspaces = [torch.empty(size, dtype=torch.uint8, device=_META) for size in workspaces(device)]
+        for workspace in self._workspaces:
+            self.ledger.add(workspace, "workspaces of libraries")
         module.train()
         with self._running():
             module.on_weights_materialized()

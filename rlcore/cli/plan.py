@@ -17,6 +17,7 @@ _OF_MODEL = (
     "count", "memory", "longest", "prompt_tokens", "max_tokens", "recompute", "replicas", "lora", "dtype",
     "compute_dtype", "optimizer", "record", "no_sampler",
 )  # fmt: skip
+_OF_HOSTS = ("apart", "num_hosts", "strategy", "label", "host", "address")
 _GIB = 2**30
 
 
@@ -88,6 +89,10 @@ def plan(
     if model is None and (lost := next((name for name in _OF_MODEL if given[name] not in {None, False}), None)):
         raise typer.BadParameter(
             "it is for a plan of memory, which needs MODEL", param_hint=f"--{lost.replace('_', '-')}"
+        )
+    if not train and not infer and (lost := next((name for name in _OF_HOSTS if given[name]), None)):
+        raise typer.BadParameter(
+            "it is for the places of engines: give --train or --infer", param_hint=f"--{lost.replace('_', '-')}"
         )
     found: dict[str, Any] = {}
     if model is not None:

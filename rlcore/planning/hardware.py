@@ -13,7 +13,7 @@ from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.planned import PlannedDevice, as_planned
 from rlcore.registry import get_device
 
-_CONTEXT_BYTES = 700_000_000
+_CONTEXT_BYTES = 950_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,13 +131,18 @@ def _trainer(traces: Traces, layout: StepLayout) -> _TrainerMemory:
         )
     whole = traces.trace(layout.recompute, layout.max_tokens)
     trace = traces.trace(layout.recompute, layout.max_tokens, is_gathered=True)
-    found, shards = traces.gathered(), layout.shards
+    shards = layout.shards
+    found = traces.gathered(shards)
     held = {name: -(-whole.held.get(name, 0) // shards) for name in ("weights", "optimizer")}
     of_score = {"gathered weights": found.weights} | _computed(trace.score)
-    reduces_each = traces.sharding(layout.recompute).reduce_each_micro_batch
-    gradients = -(-found.whole_gradients // shards) if reduces_each else found.whole_gradients
-    of_train = {"gradients": gradients, "gradients in exchange": found.exchange}
-    of_train |= {"gathered weights": found.weights} | _computed(trace.train)
+    of_train: dict[str, int] = {"gathered weights": found.weights}
+    computed, exchange = _computed(trace.train), {"gradients in exchange": found.exchange}
+    if traces.sharding(layout.recompute).reduce_each_micro_batch:
+        of_train["gradients"] = -(-found.whole_gradients // shards)
+        computed |= {"gradients in exchange": found.overlapping}
+    else:
+        of_train["gradients"] = found.whole_gradients
+    of_train |= computed if sum(computed.values()) > sum(exchange.values()) else exchange
     return _TrainerMemory(
         held,
         _cached(held | of_score, trace.score),
@@ -148,7 +153,7 @@ def _trainer(traces: Traces, layout: StepLayout) -> _TrainerMemory:
 
 
 def _computed(peak: PhasePeak) -> dict[str, int]:
-    return {name: peak.parts.get(name, 0) for name in ("activations", "logits")}
+    return {name: peak.parts.get(name, 0) for name in ("activations", "logits", "workspaces of libraries")}
 
 
 def _with_cached(peak: PhasePeak) -> dict[str, int]:

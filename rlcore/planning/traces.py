@@ -51,8 +51,8 @@ class Traces:
     def sharding(self, recompute: Recompute) -> Sharding:
         return Sharding(**{**self.options, "activation_checkpointing": recompute})
 
-    def _gathered(self) -> GatheredBytes:
-        return gathered(self.model.module, self.sharding(recompute=False))
+    def _gathered(self, shards: int) -> GatheredBytes:
+        return gathered(self.model.module, self.sharding(recompute=False), shards)
 
     def lengths(self, max_tokens: int) -> list[int]:
         """Return the sequences of a full micro-batch, the longest there are."""

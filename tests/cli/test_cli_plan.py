@@ -74,6 +74,7 @@ def test_the_memory_of_a_model_is_printed(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (["--train", "1", "--longest", "8"], "it is for a plan of memory, which needs MODEL"),
+        (["M", "--host", "a=cuda:8"], "it is for the places of engines: give --train or --infer"),
         (["M", "--recompute", "full"], "it must be one of off, selective, on, got 'full'"),
         (["M", "--optimizer", "lion"], "it must be one of adamw, adamw-fused, got 'lion'"),
     ],

@@ -107,7 +107,7 @@ QUICK_64 = "statistics of rows"
 CASES = [
     pytest.param(name, arch, marks=() if arch == QUICK_ARCH and name in QUICK else pytest.mark.slow)
     for name in KERNELS
-    for arch in ((90, 100) if name in TILED | FLOAT8 else (80, 90, 100))
+    for arch in ((90, 100) if name in TILED | FLOAT8 else (80, 90, 100, 120))
 ]
 
 
@@ -155,7 +155,7 @@ def test_a_kernel_compiles_without_spills(name: str, arch: int, tmp_path: Path) 
     found = resources(kernel.asm["cubin"], tmp_path)
     print(f"{name}, sm_{arch}: {found['REG']} registers, {kernel.metadata.shared} bytes shared, {found['STACK']} stack")
     assert found["STACK"] == 0 and found["LOCAL"] == 0
-    assert kernel.metadata.shared <= {80: 163, 90: 227, 100: 227}[arch] * 1024
+    assert kernel.metadata.shared <= {80: 163, 90: 227, 100: 227, 120: 99}[arch] * 1024
 
 
 @pytest.mark.skipif("amd" not in triton.backends.backends, reason="this triton builds nothing for AMD")

@@ -70,13 +70,18 @@ def test_shards_divide_what_is_held_and_gather_the_rest(config_file: Path, found
     four = rlcore.plan(config_file, device="h200", count=4, replicas=1, tensor_parallel=2, **FIXED)
     one, cut = ({phase.name: phase for phase in plan.best.phases}["train"].parts for plan in (found, four))
     assert cut["weights"] == -(-one["weights"] // 4) and cut["optimizer"] == -(-one["optimizer"] // 4)
-    assert cut["gathered weights"] == 2 * VALUES  # both layers are one group
+    layers = VALUES - 4096 * 256 - 256
+    assert cut["gathered weights"] == 2 * (VALUES + layers) + layers // 2  # both layers are one group, which is cast
     assert cut["gradients"] == 4 * VALUES
     assert "data_parallel_size=4" in str(four) and "tensor_parallel_size=2" in str(four)
     module = planned_model(config_file).module
-    assert gathered(module, Sharding(gather_bytes=0)).weights == 4 * VALUES  # in float32, each of two layers alone
+    layer = (VALUES - 4096 * 256 - 256) // 2
+    alone = gathered(module, Sharding(gather_bytes=0), 4)
+    assert alone.weights == 4 * (4096 * 256 + 256 + 2 * layer)  # in float32, a layer and the buffer of its exchange
+    assert (alone.exchange, alone.overlapping, alone.whole_gradients) == (9 * layer, 12 * layer, 4 * VALUES)
 
 
+@pytest.mark.slow
 def test_layouts_are_looked_for_and_the_best_are_shown(config_file: Path) -> None:
     plan = rlcore.plan(config_file, device="h200", count=2, longest=64, recompute=False)
     layouts = [one.layout for one in (plan.best, *plan.others)]
@@ -89,6 +94,7 @@ def test_keys_and_values_of_a_token(config_file: Path) -> None:
     assert cache_bytes_per_token(planned_model(config_file)) == 2 * 2 * 2 * 64 * 2  # layers, heads, width, 16 bits
 
 
+@pytest.mark.slow
 def test_adapters_train_alone(config_file: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     plan = rlcore.plan(config_file, device="h200", lora=4, sampler=False, **FIXED)
@@ -97,6 +103,7 @@ def test_adapters_train_alone(config_file: Path) -> None:
     assert train["optimizer"] < train["weights"] and f"{plan.model.num_trained / 1e6:.2f} million trained" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_users_own_is_planned_with_its_optimizer(config_file: Path) -> None:
     module = planned_model(config_file, optimizer=_sgd).module
     plan = rlcore.plan(module, device="cpu", sampler=False, options={}, **FIXED)

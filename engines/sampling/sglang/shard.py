@@ -10,7 +10,11 @@ from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.interfaces import SglangScheduler
 from rlcore.engines.sampling.sglang.saved_memory import SavedGroup
 from rlcore.engines.sampling.sglang.target import SglangTarget
+from rlcore.engines.weight_sync.planning.loader_trace import trace_loader
+from rlcore.engines.weight_sync.planning.manifest import describe
+from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
+from rlcore.weights.view import WeightView
 
 
 class SglangShard(ReplicaShard):
@@ -64,3 +68,18 @@ class SglangShard(ReplicaShard):
     def progress(self) -> dict[str, int]:
         """Return how many tokens each request under way has."""
         return {request.rid: len(request.output_ids) for request in versions.unfinished(self._scheduler)}
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def differing_after_reload(self, path: str) -> list[str]:
+        """Return the tensors that a reload of the model's own folder changes.
+
+        Raises:
+            UnsupportedError: a parameter gets nothing of the folder, such as a head that SGLang does not tie.
+        """
+        views = [WeightView(name, tensor, tensor) for name, tensor in (self._target.checkpoint() or {}).items()]
+        model, load_weights = self._target.meta_model()
+        trace = trace_loader(model, load_weights, describe(views, 1).manifest, self._target.tensors())
+        if trace.refusal:
+            raise UnsupportedError(f"{path} in SGLang", f"{trace.refusal}, which SGLang leaves as it made it")
+        return super().differing_after_reload(path)

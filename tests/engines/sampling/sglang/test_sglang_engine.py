@@ -18,7 +18,7 @@ import torch
 
 import rlcore
 from rlcore.conformance.ends import Belongings, descendants
-from rlcore.errors import InvalidInputError, RlcoreError, WorkerDiedError
+from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError, WorkerDiedError
 from tests.model_rounding import logprob_rounding
 
 from .conftest import DEVICE, WriteModel
@@ -31,7 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2Config": {},
     "Qwen3Config": {"head_dim": 32, "tie_word_embeddings": True},
     "LlamaConfig": {},
-    "Qwen3MoeConfig": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "Qwen3MoeConfig": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,  # SGLang's model has a head of its own, which a tied checkpoint would not fill
+    },
 }
 
 
@@ -130,6 +137,14 @@ def test_a_killed_worker_leaves_no_scheduler(write_model: WriteModel, build_sgla
 def test_a_value_that_sglang_refuses_is_told(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
     with pytest.raises(RlcoreError, match="SGLang could not start: ValueError: 'no_such_format' is not a valid"):
         build_sglang(write_model(), load_format="no_such_format")
+
+
+def test_a_model_that_sglang_fills_in_part_is_refused(
+    write_model: WriteModel, build_sglang: Callable[..., Any]
+) -> None:
+    """It would answer nonsense without a word."""
+    with pytest.raises(UnsupportedError, match=r"in SGLang is not supported: no weight reaches 'lm_head\.weight'"):
+        build_sglang(write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"] | {"tie_word_embeddings": True}))
 
 
 def test_a_prompt_that_is_too_long_is_refused(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:

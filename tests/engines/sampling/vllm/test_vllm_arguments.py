@@ -15,7 +15,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.vllm import arguments, versions
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
-FOLDER: Any = SimpleNamespace(path="model")
+FOLDER: Any = SimpleNamespace(path="model", reads_images=False)
 KV_CACHE = {"kv_cache_memory_bytes": 1 << 20}
 MODULES = ("vllm", "vllm.engine", "vllm.engine.arg_utils", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.llm_engine")
 MODULES += ("vllm.device_allocator", "vllm.device_allocator.cumem")
@@ -32,6 +32,16 @@ def seed_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         return found
 
     return seed_of
+
+
+def test_a_model_that_reads_images_has_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own processors ask for it; texts are read by rlcore all the same."""
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads vLLM's source
+    context = WorkerContext("the engine", 0, world_size=1, device_name="cpu:0", number=0, devices=("cpu:0",))
+    for reads_images in (False, True):
+        folder: Any = SimpleNamespace(path="model", reads_images=reads_images)
+        found = arguments.engine_arguments(KV_CACHE, folder, context)
+        assert found["skip_tokenizer_init"] is not reads_images
 
 
 def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

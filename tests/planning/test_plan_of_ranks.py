@@ -1,0 +1,110 @@
+"""The plan of one rank of FSDP2 beside what torch's allocator gave in processes of two ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+import rlcore
+from rlcore.engines.memory_plan.trainer import batch_of
+from rlcore.nn import HuggingFaceTrainModule
+from rlcore.ops import ppo_clip
+from rlcore.planning.hardware import hardware
+from rlcore.planning.layout import StepLayout
+from rlcore.planning.model import planned_model
+from rlcore.planning.step import PhaseMemory, plan_step
+from rlcore.planning.traces import Traces
+from tests.warm import warm_workers
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+
+LEAST, MOST = 0.90, 1.10
+"""The promise of a plan for a host, as parts of what is measured."""
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+}  # fmt: skip
+OPTIONS = [
+    {"gather_bytes": 1 << 20},
+    {"gather_bytes": 1 << 20, "activation_checkpointing": True, "compute_dtype": "bfloat16"},
+    {},
+]
+LENGTH, MAX_TOKENS = 64, 256
+
+
+def measured_policy() -> Any:
+    """Return a module that tells what the allocator of its process gives between two calls."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    class Measured(HuggingFaceTrainModule, Qwen2ForCausalLM):  # type: ignore[misc]
+        def materialization_source(self) -> Any:
+            return {name: torch.ones(parameter.shape) / 100 for name, parameter in self.named_parameters()}
+
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6, fused=True)
+
+        def start(self) -> None:
+            from torch.profiler import ProfilerActivity, profile
+
+            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profile.start()
+
+        def stop(self) -> int:
+            self.profile.stop()
+            waiting, sizes = list(self.profile.profiler.kineto_results.experimental_event_tree()), []
+            while waiting:
+                event = waiting.pop()
+                waiting += event.children
+                if event.tag.name == "Allocation":
+                    sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            held = peak = 0
+            for _, size in sorted(sizes):
+                held += size
+                peak = max(peak, held)
+            del self.profile
+            return peak
+
+    with rlcore.meta_device():
+        module = Measured._from_config(Qwen2Config(**SIZES))
+    module.output_head()
+    return module
+
+
+@pytest.fixture(scope="module")
+def _two_processes(short_runtime_folder: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, warm_workers():
+        patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+        yield
+
+
+def grown(phase: PhaseMemory) -> int:
+    """Return what a phase takes beside what is held between two steps."""
+    return sum(size for name, size in phase.parts.items() if name not in {"weights", "optimizer"})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_two_processes")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_rank_takes_what_is_planned(options: dict[str, Any]) -> None:
+    batch = batch_of([LENGTH] * 16) | {"loss_mask": torch.ones(16 * LENGTH, dtype=torch.bool)}
+    with rlcore.TrainEngine(measured_policy()) as engine:
+        engine.build(devices=["cpu:0", "cpu:1"], launcher="process", data_parallel_size=2, **options)
+        engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=MAX_TOKENS)
+        engine.call("start")
+        engine.forward_logprobs(batch, max_tokens_per_micro_batch=MAX_TOKENS)
+        measured = [max(engine.call("stop"))]
+        engine.call("start")
+        engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=MAX_TOKENS)
+        measured.append(max(engine.call("stop")))
+    common = {name: value for name, value in options.items() if name != "activation_checkpointing"}
+    traces = Traces(planned_model(measured_policy()), hardware("cpu"), LENGTH, 0, common)
+    recompute = options.get("activation_checkpointing", False)
+    plan = plan_step(traces, StepLayout(count=2, recompute=recompute, max_tokens=MAX_TOKENS), None)
+    for phase, real in zip(plan.phases, measured, strict=True):
+        assert LEAST * real <= grown(phase) <= MOST * real, (phase.name, grown(phase), real)
