@@ -64,7 +64,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
         monkeypatch.setattr(module, "num_cores", lambda device: CORES)
     for module in (operands, logprob, problem, triton_rows):
         monkeypatch.setattr(module, "is_checked_on_device", lambda tensor: True)
-    monkeypatch.setattr(head, "_multiplies_into_float32", lambda device_type, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(head, "_multiplies_into_float32", lambda device_type, dtype, *others: dtype == torch.bfloat16)
     monkeypatch.setattr(tiled, "_aligned", lambda x: x)  # it asks for an address
     choose.cache_clear()
     with fake_tensors():

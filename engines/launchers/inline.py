@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -93,12 +94,15 @@ class InlineWorker:
             if memory := want_of_memory(error, self.context.device):
                 error.is_out_of_memory = True
                 error.add_note(memory)
+                _free_frames(error)
             error.add_note(f"raised by {method}() on {self.context.where}")
             future.set_exception(error)
         # sys.exit() in a worker does not end the user's program; Ctrl-C does.
         except (Exception, SystemExit) as error:
             failed = raised(describe(error, self.context.device), self.context, method)
             failed.__cause__ = error
+            if isinstance(failed, RlcoreError) and failed.is_out_of_memory:
+                _free_frames(error)
             future.set_exception(failed)
         return future
 
@@ -135,3 +139,13 @@ class InlineWorker:
     def _emit(self, event: object) -> None:
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Drop the variables of the frames behind an error, which would keep the memory that the next attempt needs.
+
+    A debugger that steps into the error still sees them, under RLCORE_DEBUG=pdb.
+    """
+    while error is not None and Settings.from_env().debug != "pdb":
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -234,8 +234,11 @@ class GradientGroup(OffloadGroup):
         self._away = []
 
     def meta(self) -> OffloadReport:
+        """Drop the gradients, and give what they and activations have left in torch's cache to other processes."""
         held = self._held()
         report = super().meta()
+        if not held:
+            self.device.memory.empty_cache()
         for parameter, _ in held:
             parameter.grad = None
         self._away = []

@@ -22,7 +22,7 @@ SCALES = {"time": 1.0, "generate": 1.0, "old_logprob": 1.0, "sync": 1.0, "rest":
 def test_the_table_of_the_page_is_the_record() -> None:
     page = (ROOT / "docs" / "adopting.md").read_text("utf-8")
     (record,) = set(re.findall(r"`(bench/results/race-\w+\.json)`", page))
-    measured = {(one.name, one.implementation): one for one in read(ROOT / record).cases}
+    measured = {(one.name, one.implementation): one for one in read(ROOT / record).cases if one.status == "pass"}
     rows = re.findall(r"^\| (1\.5|7)B, (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == len(measured)
     for size, side, cells in rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,6 @@ def failed(**options: Any) -> Failed:
     ],
 )
 def test_the_advice_names_numbers_that_fit(mib: int, options: dict[str, Any], expected: str, absent: str) -> None:
-    import re
-
     text = advice(
         module_of(CONFIG, None), failed(**options), GPU, report((mib << 20) + sum(workspaces(GPU)), others=7), 1
     )
@@ -76,12 +76,14 @@ def test_what_is_not_planned_gets_general_advice() -> None:
 
 
 def test_a_step_without_memory_is_told_what_fits() -> None:
-    module = module_of(CONFIG, None, "cpu")
+    module, kept = module_of(CONFIG, None, "cpu"), []
 
     class Hungry(type(module)):  # type: ignore[misc]
         def hidden_states(self, batch: Any) -> torch.Tensor:
             if len(batch["input_ids"]) > 300 and not batch["input_ids"].is_meta:
-                raise OUT
+                large = torch.empty(1 << 20)
+                kept.append(weakref.ref(large))
+                raise torch.OutOfMemoryError(*OUT.args)
             found: torch.Tensor = super().hidden_states(batch)
             return found
 
@@ -91,6 +93,7 @@ def test_a_step_without_memory_is_told_what_fits() -> None:
         with pytest.raises(WorkerError, match=r"About 1073741824 bytes were asked for") as caught:
             engine.train_batch(batch_of([256, 256]), ppo_clip(), max_tokens_per_micro_batch=512)
         assert caught.value.is_out_of_memory
+        assert [one() for one in kept] == [None]  # the error does not keep what the next attempt needs
         assert "It fits with max_tokens_per_micro_batch=256 (it was 512)." in caught.value.__notes__[-1]
         engine.train_batch(batch_of([256, 256]), ppo_clip(), max_tokens_per_micro_batch=256)
         with pytest.raises(WorkerError) as other:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlcore.engines.offload import host_to_device
-from rlcore.engines.offload.group import OffloadGroup, swap_groups
+from rlcore.engines.offload.group import GradientGroup, OffloadGroup, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.host_to_device import HostToDevice
 from rlcore.registry import get_device
@@ -176,3 +176,15 @@ def test_other_processes_have_the_memory_of_what_left(leave: str) -> None:
     assert reserved - device.memory.stats().reserved_bytes >= gone
     assert device.memory.info().free_bytes - free >= 0.9 * gone
     assert len(tensors) == 50
+
+
+def test_gradients_that_are_dropped_give_back_what_others_have_left(emptied: list[int]) -> None:
+    """After a train step there are none, but torch still caches the memory of them and of activations."""
+    module = torch.nn.Linear(2, 2)
+    group = GradientGroup(get_device("cpu"), module)
+    group.meta()
+    assert len(emptied) == 1
+    group.onload()
+    module(torch.ones(2)).sum().backward()
+    group.meta()
+    assert module.weight.grad is None and len(emptied) == 2

@@ -103,10 +103,7 @@ EXPERTS_2 = {"expert_parallel_size": 2}
 @pytest.mark.parametrize(
     ("kind", "workers", "options", "num_steps"),
     [
-        pytest.param("Qwen2", 2, TENSOR_2, 10, id="Qwen2, TP 2", marks=slow),
         pytest.param("Qwen3Moe", 2, TENSOR_2 | EXPERTS_2, 2, id="Qwen3Moe, TP 2, EP 2"),
-        pytest.param("Gemma3", 2, TENSOR_2, 10, id="Gemma3, TP 2", marks=slow),
-        pytest.param("Qwen3Moe", 2, EXPERTS_2, 10, id="Qwen3Moe, FSDP 2, EP 2", marks=slow),
         pytest.param("Qwen2", 4, TENSOR_2, 10, id="Qwen2, FSDP 2, TP 2", marks=slow),
         pytest.param(
             "Gemma3", 4, TENSOR_2 | {"activation_checkpointing": "selective"}, 10, id="Gemma3, recomputed", marks=slow

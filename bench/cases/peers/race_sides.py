@@ -155,13 +155,14 @@ class RlcoreLoop:
         batch = collate(outputs, advantages=group_advantage(rewards))
         batch["rollout_logprobs"] = batch.pop("old_logprobs")
         self.infer.meta()
-        if self._load.offloads:
-            self.train.onload()
+        self.train.onload()
         # One optimizer step a batch: the old policy is the one that is trained, and needs no pass of its own.
         loss = on_policy(tis(ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH), cap=_IMPORTANCE_CAP))
         self.train.train_batch(batch, loss, max_tokens_per_micro_batch=self._most_tokens())
         if self._load.offloads:
             self.train.offload("optimizer", "grads")
+        elif self._load.recomputes:
+            self.train.meta("grads")  # vLLM gets the room that they had
         self.infer.onload("weights")
         with watch.phase("sync"):
             self.train.sync_weights(self.infer)

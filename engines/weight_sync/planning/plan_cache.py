@@ -25,7 +25,7 @@ from rlcore import kernels
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.planning.plan import SyncPlan, misfits
 from rlcore.engines.weight_sync.target import Target
-from rlcore.errors import RlcoreError
+from rlcore.errors import RlcoreError, one_line
 from rlcore.process.runtime_folder import RuntimeFolder
 from rlcore.settings import Settings
 from rlcore.tensor_data import dtype_name
@@ -47,7 +47,11 @@ class PlanCache:
     @staticmethod
     def of(target: Target, manifest: WeightManifest, distances: Sequence[int], number: int) -> PlanCache | None:
         """Return the place of the plan for these; None where the target does not say what its engine is."""
-        identity = target.identity()
+        try:
+            identity = target.identity()
+        except Exception as error:  # of any kind: it looks at the engine's own objects, and a sync does without it
+            _log.warning("this engine's plan is not kept for later programs: %s", one_line(error))
+            return None
         if identity is None:
             return None
         parts = [

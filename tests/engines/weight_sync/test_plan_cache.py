@@ -124,6 +124,18 @@ def test_what_a_plan_depends_on_is_in_its_name(work: list[str], monkeypatch: pyt
     assert work == FIRST, "an engine that says nothing of itself"
 
 
+def test_an_identity_that_fails_costs_the_cache_and_not_the_sync(
+    work: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Identified) -> str:
+        raise AttributeError("this engine has no such attribute")
+
+    monkeypatch.setattr(Identified, "identity", fail)
+    Program().sync()
+    assert work == FIRST and not folder.exists()
+    assert "this engine has no such attribute" in caplog.text
+
+
 def flipped(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

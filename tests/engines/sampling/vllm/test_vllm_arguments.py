@@ -34,6 +34,16 @@ def seed_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return seed_of
 
 
+def test_a_model_that_reads_images_has_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own processors ask for it; texts are read by rlcore all the same."""
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads vLLM's source
+    context = WorkerContext("the engine", 0, world_size=1, device_name="cpu:0", number=0, devices=("cpu:0",))
+    for reads_images in (False, True):
+        folder: Any = SimpleNamespace(path="model", reads_images=reads_images)
+        found = arguments.engine_arguments(KV_CACHE, folder, context)
+        assert found["skip_tokenizer_init"] is not reads_images
+
+
 def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's build for the CPU reads it."""
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"VLLM_CPU_KVCACHE_SPACE": "1"})
