@@ -153,9 +153,7 @@ def dump_allocator(device_type: str, file: Path) -> bool:
 
     The documentation names it by this private name. Since torch 2.10.
     """
-    memory: Any = getattr(torch.get_device_module(device_type), "memory", None)
-    dump = getattr(memory, "_dump_snapshot", None)
-    if dump is None:
+    if device_type != "cuda":  # of others none is known to have it
         return False
-    dump(str(file))
+    torch.cuda.memory._dump_snapshot(str(file))
     return True

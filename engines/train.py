@@ -82,6 +82,7 @@ class TrainEngine(CheckpointedEngine):
         self._weight_sync = WeightSync()
         self._sizes = Sizes()
         self._has_warned_of_mismatch = False
+        self._changes_given: int | None = None
         super().__init__(executor)
 
     def build(
@@ -291,11 +292,13 @@ class TrainEngine(CheckpointedEngine):
                 "train_batch() got no token that is trained on: optimizers and schedulers take a step all the same; "
                 "leave such a batch out"
             )
+        has_moved = self._changes_given not in (None, self._num_changes)  # the policy, by steps after the last sync
         self._num_changes += 1
         metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, inputs, options, loss_fn)
-        if not self._has_warned_of_mismatch and (warning := mismatch_warning(metrics, packed, self._module)):
-            self._has_warned_of_mismatch = True  # it would be the same at each step
-            _log.warning("%s", warning)
+        if not (has_moved or self._has_warned_of_mismatch):
+            if warning := mismatch_warning(metrics, packed, self._module):
+                self._has_warned_of_mismatch = True  # it would be the same at each step
+                _log.warning("%s", warning)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
@@ -486,7 +489,9 @@ class TrainEngine(CheckpointedEngine):
                 timeout_s=timeout_s,
             )
 
-        return self._weight_sync.run(group, targets, self._num_changes, options)
+        report = self._weight_sync.run(group, targets, self._num_changes, options)
+        self._changes_given = self._num_changes
+        return report
 
     p2p_weight_sync = sync_weights
 

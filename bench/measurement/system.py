@@ -21,7 +21,7 @@ from rlcore.registry import get_device
 PACKAGES = (
     "torch", "torch-npu", "triton", "triton-ascend", "numpy", "transformers", "safetensors", "peft", "vllm",
     "vllm-ascend", "flash-attn", "liger-kernel", "trl", "cut-cross-entropy", "verl", "ray", "nvidia-ml-py", "pluggy",
-    "msgspec",
+    "msgspec", "sglang", "deepspeed",
 )  # fmt: skip
 """Whose versions are recorded where installed."""
 

@@ -20,7 +20,8 @@ from rlcore.weights.shards import boxes_of_ranks, own_box
 
 def rows(mesh: list[Any], placements: list[Any], size: int) -> Any:
     """The rows of a parameter on six ranks; a DTensor of so many ranks needs as many processes."""
-    device_mesh = SimpleNamespace(mesh=torch.tensor(mesh))
+    device_mesh = SimpleNamespace(mesh=torch.tensor(mesh), mesh_dim_names=None)
+    device_mesh._get_root_mesh = lambda: device_mesh
     parameter: Any = SimpleNamespace(
         device_mesh=device_mesh, placements=placements, shape=torch.Size([size]), dim=lambda: 1
     )

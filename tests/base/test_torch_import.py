@@ -82,7 +82,7 @@ def test_every_device_and_public_name_says_the_first_cause_each_time(broken: tup
     assert told.count(CAUSE) == 1
     assert {kinds.split()[0] for kinds, _ in failed} == {"TorchImportError"}
     assert {"RlcoreError", "ImportError"} <= set(failed[0][0].split())
-    assert len(found) - len(failed) == 6, "version, errors, hooks, types and the registry need no torch"
+    assert len(found) - len(failed) == 7, "version, errors, hooks, span, types and the registry need no torch"
 
 
 @pytest.mark.parametrize("broken", [pytest.param("a back end", marks=pytest.mark.slow), "torch itself"], indirect=True)

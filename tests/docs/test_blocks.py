@@ -53,6 +53,11 @@ NOT_RUN = {
         4: "lines for a program in training; tests/engines/test_train_checkpoints.py makes such calls",
         5: "lines for another program; tests/engines/test_checkpoint.py reads a checkpoint so",
     },
+    "docs/parity.md": {
+        0: "lines for a program with vLLM; tests/engines/test_routing_replay.py makes such calls",
+        1: "lines for a program with vLLM; tests/engines/sampling/vllm/test_vllm_experts.py makes such calls",
+    },
+    "docs/sglang.md": {0: "needs SGLang; tests marked sglang make such calls"},
     "docs/images.md": {0: "lines for a program with a processor; tests/engines/test_images.py makes such calls"},
     "docs/parallel.md": {
         0: "lines for a program with eight devices; tests/engines/test_train_sequence_parallel.py makes such calls"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlcore.bench.measurement.system import PACKAGES
 from rlcore.doctor import host, nvidia, packages
 from rlcore.doctor.check import CheckVerdict, ok, run_check
 from rlcore.doctor.device_process import visible_devices
@@ -455,3 +456,9 @@ def test_secrets_are_taken_out_of_texts() -> None:
     assert without_secrets(text, environ) == (
         "<HF_TOKEN> by <http_proxy>, ssh://<credentials>@host/x, ab, C.UTF-8, http://host/a@b"
     )
+
+
+def test_the_versions_that_checks_ask_for_are_looked_up() -> None:
+    asked = re.findall(r"versions(?:\.get\(|\[)\"([\w-]+)\"", Path(packages.__file__).read_text())
+    assert len(asked) > 3
+    assert set(asked) <= {*PACKAGES}

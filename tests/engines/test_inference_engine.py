@@ -388,7 +388,8 @@ def test_an_option_that_the_executor_does_not_know_is_named_with_the_nearest(qwe
     with pytest.raises(
         InvalidInputError,
         match=r"build\(\) of the inference engine has no option 'max_num_seq'; did you mean 'max_num_seqs'\? .* and by "
-        "the executor 'hf': dtype, attn_implementation, max_num_seqs, max_num_tokens$",
+        "the executor 'hf': dtype, attn_implementation, max_num_seqs, max_num_tokens, "
+        "enable_return_routed_experts$",
     ):
         rlcore.InferenceEngine(qwen2_folder).build(devices="cpu", max_num_seq=4)
 
@@ -475,5 +476,5 @@ def test_the_engine_shows_what_a_program_calls_and_no_step_of_a_weight_sync() ->
         *("build", "close", "restart", "is_built", "device", "devices", "executors", "label", "kind", "tags"),
         *("takes_all_devices", "onload", "offload", "meta", "cpu", "cuda", "npu", "to", "state", "memory_report"),
         *("generate", "generate_turns", "submit", "collect", "abort", "pause", "resume"),
-        *("load", "path", "version", "sync_state"),
+        *("load", "path", "version", "sync_state", "activations", "can_swap"),
     }

@@ -178,7 +178,7 @@ def test_unknown_options_and_sizes_are_refused(policy: Any, qwen2_folder: Path) 
         ({"replicas": 1.0}, "replicas must be a whole number of at least 1, got 1.0"),
         ({"dtype": torch.float32}, "dtype must be one of float32, bfloat16, got torch.float32"),
         ({"dtype": ["float32"]}, r"dtype must be one of float32, bfloat16, got \['float32'\]"),
-        ({"compute_dtype": ""}, "compute_dtype must be one of float32, bfloat16, got ''"),
+        ({"compute_dtype": ""}, "compute_dtype must be one of float32, bfloat16, float8, got ''"),
         ({"compile": "inductor"}, "compile must be True or False, got 'inductor'"),
         ({"activation_checkpointing": 1}, "activation_checkpointing must be False, True or 'selective', got 1"),
         ({"reduce_each_micro_batch": 1}, "reduce_each_micro_batch must be True or False, got 1"),

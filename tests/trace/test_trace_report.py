@@ -140,7 +140,11 @@ def test_operators_of_a_host_have_their_own_time(tmp_path: Path) -> None:
     assert {one.name: round(one.seconds * 1e6) for one in call.top} == {"aten::mm": 1200, "aten::linear": 300}
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[1")])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[1")],
+    ids=["no file", "empty", "no gzip", "no list", "cut"],
+)
 def test_kernels_that_cannot_be_read_are_a_note(tmp_path: Path, content: bytes | None) -> None:
     made = MadeProgram(tmp_path)
     made.call("score", TRAINER, "cuda:0", 0, 1)

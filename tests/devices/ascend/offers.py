@@ -19,7 +19,7 @@ _TRITON = {
     "_driver_device_type": lambda: DEVICE,
     "_target": lambda: GPUTarget(DEVICE, ARCHITECTURE, 0),
     "_interprets": lambda: False,
-    "_absence": target._absence.__wrapped__,  # what is kept is of the Triton that is here
+    "_absence_here": target._absence_here.__wrapped__,  # what is kept is of the Triton that is here
 }
 
 

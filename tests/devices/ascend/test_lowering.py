@@ -273,7 +273,7 @@ class TestWithTheCompiler:
                 return {op: choose(op, query).implementation for op in ops}
 
             without = chosen()
-            choose.cache_clear(), target._absence.cache_clear()
+            choose.cache_clear(), target._absence_here.cache_clear()
             module = types.ModuleType("torch_npu.npu")
             architecture = types.SimpleNamespace(arch="Ascend910B1", warp_size=0)
             made = {"get_device_interface": lambda: module, "get_current_target": lambda: architecture}

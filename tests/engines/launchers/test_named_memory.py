@@ -58,7 +58,7 @@ class Maker:
         return [f"sem.{self.lock._semlock.name.removeprefix('/')}", ring.name, of_vllm.name]
 
     def has_open(self, name: str) -> bool:
-        return guard._file(SHARED / name) in guard._shared_memory([os.getpid()])
+        return guard._file(SHARED / name) in guard.shared_memory([os.getpid()])
 
 
 @pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "SIGKILL"])
@@ -98,10 +98,10 @@ def test_a_file_of_the_same_inode_on_another_file_system_is_another(
     try:
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0):
             device, inode = guard._file(path)
-            assert (device, inode) in guard._shared_memory([os.getpid()])
-        guard._remove_memory({(f"{device}0", inode)})  # what a living process has open would stay anyway
+            assert (device, inode) in guard.shared_memory([os.getpid()])
+        guard.remove_memory({(f"{device}0", inode)})  # what a living process has open would stay anyway
         assert path.exists()
-        guard._remove_memory({(device, inode)})
+        guard.remove_memory({(device, inode)})
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)
