@@ -155,5 +155,6 @@ def dump_allocator(device_type: str, file: Path) -> bool:
     """
     if device_type != "cuda":  # of others none is known to have it
         return False
-    torch.cuda.memory._dump_snapshot(str(file))
+    dump: Any = torch.cuda.memory._dump_snapshot
+    dump(str(file))
     return True

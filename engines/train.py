@@ -295,10 +295,10 @@ class TrainEngine(CheckpointedEngine):
         has_moved = self._changes_given not in (None, self._num_changes)  # the policy, by steps after the last sync
         self._num_changes += 1
         metrics: dict[str, float] = self._call_with_batch(TrainExecutor.train_step, packed, inputs, options, loss_fn)
-        if not (has_moved or self._has_warned_of_mismatch):
-            if warning := mismatch_warning(metrics, packed, self._module):
-                self._has_warned_of_mismatch = True  # it would be the same at each step
-                _log.warning("%s", warning)
+        may_warn = not (has_moved or self._has_warned_of_mismatch)  # it would be the same at each step
+        if may_warn and (warning := mismatch_warning(metrics, packed, self._module)):
+            self._has_warned_of_mismatch = True
+            _log.warning("%s", warning)
         return metrics | {"num_tokens": num_tokens}
 
     @takes("eval_batch()", **_LOSS_KINDS)
