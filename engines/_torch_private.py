@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,12 @@ def dump_allocator(device_type: str, file: Path) -> bool:
 
     The documentation names it by this private name. Since torch 2.10.
     """
-    if device_type != "cuda":  # of others none is known to have it
+    try:
+        memory: Any = importlib.import_module(f"torch.{device_type}.memory")
+    except ImportError:
         return False
-    dump: Any = torch.cuda.memory._dump_snapshot
+    dump = getattr(memory, "_dump_snapshot", None)
+    if dump is None:
+        return False
     dump(str(file))
     return True
