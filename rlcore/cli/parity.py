@@ -26,7 +26,7 @@ def parity(
         str | None,
         typer.Option(help="Device of the trainer, and of the sampler; else the default one.", metavar="DEVICE"),
     ] = None,
-    infer: Annotated[str, typer.Option(help="What samples: hf, or vllm.")] = "hf",
+    infer: Annotated[str, typer.Option(help="What samples: hf, vllm, or sglang.")] = "hf",
     dtype: Annotated[str, typer.Option(help="Of both: bfloat16 or float32.")] = "bfloat16",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences that are sampled.")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that are sampled in each.")] = 64,

@@ -30,6 +30,8 @@ from rlcore.routing.routers import ROUTES, routers_of
 
 _PROMPT_TOKENS, _SAMPLES = 16, 4
 _RETURNING_ROUTES = ("hf", "vllm")
+_PLAIN_BUILD = {"vllm": {"enforce_eager": True}, "sglang": {"disable_cuda_graph": True}}
+"""The options with which an executor's model is called part by part: compiled or captured code calls none."""
 _MOST_PROBED = 128
 """Tokens of the sequence whose parts are compared: all results of all layers come to the host."""
 
@@ -158,9 +160,9 @@ def _sampled(folder: Path, options: ParityOptions, prompts: Sequence[Any], has_e
 def _looked_inside(
     folder: Path, options: ParityOptions, sequence: list[int], say: Callable[[str], None]
 ) -> dict[str, Tensor]:
-    is_vllm = options.infer == "vllm"
-    say("looking inside the sampler" + (", which is built again without compiled code" if is_vllm else ""))
-    with _build(folder, options, **({"enforce_eager": True} if is_vllm else {})) as infer:
+    plain = _PLAIN_BUILD.get(options.infer, {})
+    say("looking inside the sampler" + (", which is built again without compiled code" if plain else ""))
+    with _build(folder, options, **plain) as infer:
         try:
             return infer.activations(sequence)
         except UnsupportedError as error:

@@ -9,10 +9,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from rlcore import ops
 from rlcore.cli import main as cli
 from rlcore.configuration_file import read_configuration
 from rlcore.errors import CheckpointError, RlcoreError
-from rlcore.training.config import TrainConfig
+from rlcore.training.config import LOSSES, TrainConfig
 from rlcore.training.items import ShuffledItems, function_of, items_of
 from rlcore.training.run_folder import TrainFolder
 
@@ -166,3 +167,12 @@ def test_a_resume_drops_the_lines_of_later_steps_and_one_that_a_kill_cut_short(c
         log.write_bytes(log.read_bytes() + b'{"step":2,"rew')
         run.keep_until(2)
         assert log.read_text() == '{"step":0}\n{"step":1}\n{"step":2}\n'
+
+
+def test_a_loss_of_a_policy_can_be_trained_with() -> None:
+    terms = {"entropy_bonus", "kl", "value_loss"}
+    wrappers = {"combine", "icepop", "on_policy", "opsm", "sequence_mask", "sequence_mean", "tis"}
+    no_losses = {"LossFn", "LossOutput", "sequence_level", "token_weights"}
+    spellings = {"cispo_absolute"}
+    public = {name for name, module in ops._MODULES.items() if module.startswith("rlcore.kernels.losses.")}
+    assert public - terms - wrappers - no_losses - spellings == {*LOSSES}

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from rlcore import _torch_private
 from rlcore.device import Device
-from rlcore.engines.offload.device_to_host import DeviceToHost
-from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.storages import bytes_of, distinct_storages
+from rlcore.engines.sampling.replica.addressed_group import AddressedGroup
 from rlcore.engines.sampling.sglang import versions
 from rlcore.errors import DeviceError
-from rlcore.types import OffloadReport
 
 
 class Region:
@@ -93,12 +91,8 @@ def _(storage: SavedStorage, start: int, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
 
 
-class SavedGroup(OffloadGroup):
-    """A tag whose memory is the saver's.
-
-    Args:
-        kept: small tensors in that memory whose values are kept, such as rotary tables: no sync sends them again.
-    """
+class SavedGroup(AddressedGroup):
+    """A tag whose memory is the saver's."""
 
     def __init__(
         self,
@@ -107,35 +101,10 @@ class SavedGroup(OffloadGroup):
         tensors: Callable[[], Iterable[Tensor]],
         kept: Callable[[], Iterable[Tensor]],
     ) -> None:
-        super().__init__(device, tensors)
+        super().__init__(device, tensors, kept)
         storages = distinct_storages(tensors())
-        self._region = Region(device, tag, {storage.data_ptr(): storage.nbytes() for storage in storages})
-        self._saved = [SavedStorage(storage, self._region) for storage in storages]
-        self._kept = kept
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        region = Region(device, tag, {storage.data_ptr(): storage.nbytes() for storage in storages})
+        self._saved = [SavedStorage(storage, region) for storage in storages]
 
     def _storages(self) -> list[Any]:
         return list(self._saved)
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._saved)
-
-    def to_host(self) -> DeviceToHost:
-        self._prepare_to_leave()
-        return super().to_host()
-
-    def meta(self) -> OffloadReport:
-        if not self.is_away:
-            self._prepare_to_leave()
-        return super().meta()
-
-    def set_onloaded(self) -> None:
-        super().set_onloaded()
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
-
-    def _prepare_to_leave(self) -> None:
-        """Wait for all work that uses the memory: unmapping does not, and a wait for each piece would stop copies."""
-        self.device.synchronize()
-        self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._kept()]

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from rlcore.device import Device
-from rlcore.engines.offload.device_to_host import DeviceToHost
-from rlcore.engines.offload.group import OffloadGroup
 from rlcore.engines.offload.storages import bytes_of
+from rlcore.engines.sampling.replica.addressed_group import AddressedGroup
 from rlcore.engines.sampling.vllm import ascend, versions
 from rlcore.engines.sampling.vllm.interfaces import VllmAllocation
-from rlcore.types import OffloadReport
 
 
 def _memory() -> Any:
@@ -53,42 +51,12 @@ def _(storage: MappedAllocation, start: int, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(found)
 
 
-class MappedGroup(OffloadGroup):
-    """A tag whose memory is vLLM's.
-
-    Args:
-        kept: small tensors in that memory whose values are kept over a release, such as rotary tables: no sync sends
-            them again.
-    """
+class MappedGroup(AddressedGroup):
+    """A tag whose memory is vLLM's."""
 
     def __init__(self, device: Device, tag: str, kept: Callable[[], Iterable[Tensor]]) -> None:
-        super().__init__(device, tuple, lambda guard, state: None)
+        super().__init__(device, tuple, kept)
         self._tag = tag
-        self._kept = kept
-        self._copies: list[tuple[Tensor, Tensor]] = []
 
     def _storages(self) -> list[Any]:
         return [MappedAllocation(allocation, self.device) for allocation in _memory().allocations(self._tag)]
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(region.nbytes() for region in self._storages())
-
-    def to_host(self) -> DeviceToHost:
-        self._prepare_to_leave()
-        return super().to_host()
-
-    def meta(self) -> OffloadReport:
-        if not self.is_away:
-            self._prepare_to_leave()
-        return super().meta()
-
-    def set_onloaded(self) -> None:
-        super().set_onloaded()
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
-
-    def _prepare_to_leave(self) -> None:
-        """Wait for all work that uses the memory: unmapping does not, and a wait for each piece would stop copies."""
-        self.device.synchronize()
-        self._copies = [(tensor, tensor.to("cpu", copy=True)) for tensor in self._kept()]
