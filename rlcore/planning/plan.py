@@ -136,7 +136,7 @@ def plan(
     common = {"compute_dtype": "bfloat16"} if options is None else dict(options)
     _check(common, longest, prompt_tokens, max_tokens)
     traces = Traces(found, target, longest, prompt_tokens, common)
-    wanted = _LayoutSearch(count or 1, max_tokens, recompute, replicas, tensor_parallel)
+    wanted = _LayoutSearch(count or 1, max_tokens, recompute, replicas, tensor_parallel, _attention_heads(found))
     needs = _sampler_of(found) if sampler else None
     best, *others = _ranked(traces, wanted, needs)
     rates = Rates.of(record, target) if record is not None else None
@@ -156,12 +156,16 @@ class _LayoutSearch:
     recompute: Recompute | None
     replicas: int | None
     tensor_parallel: int | None
+    attention_heads: int
+    """Devices of one copy of the sampler divide them; 0 is unknown."""
 
     def layouts(self, longest: int) -> Iterator[list[StepLayout]]:
         """Yield layouts that differ in tokens alone, the most first."""
         divisors = [size for size in range(1, self.count + 1) if self.count % size == 0]
         copies = divisors if self.replicas is None else [self.replicas]
-        widths = [one for one in divisors if one <= 8] if self.tensor_parallel is None else [self.tensor_parallel]
+        widths = [one for one in divisors if one <= 8 and self.attention_heads % one == 0]
+        if self.tensor_parallel is not None:
+            widths = [self.tensor_parallel]
         levels = _RECOMPUTE if self.recompute is None else (self.recompute,)
         sizes = [self.max_tokens] if self.max_tokens is not None else _sizes(longest)
         for recompute in levels:
@@ -202,11 +206,20 @@ def _sampler_of(model: PlannedModel) -> SamplerSize:
     return SamplerSize(weight_bytes=2 * base, token_bytes=cache_bytes_per_token(model))
 
 
+def _attention_heads(model: PlannedModel) -> int:
+    config = model.config.get_text_config() if model.config is not None else None
+    return int(getattr(config, "num_attention_heads", 0) or 0)
+
+
 def _ranked(traces: Traces, wanted: _LayoutSearch, sampler: SamplerSize | None) -> list[StepPlan]:
     """Return plans that fit, the best first; or the one that lacks the least."""
     for name, size in (("replicas", wanted.replicas), ("tensor_parallel", wanted.tensor_parallel)):
         if size is not None and wanted.count % size:
             raise InvalidInputError(f"{name} must divide the {wanted.count} devices, got {size}")
+    if wanted.tensor_parallel is not None and wanted.attention_heads % wanted.tensor_parallel:
+        raise InvalidInputError(
+            f"tensor_parallel must divide the {wanted.attention_heads} attention heads, got {wanted.tensor_parallel}"
+        )
     found: list[StepPlan] = []
     least: list[StepPlan] = []
     enough = _SEQUENCES * traces.longest

@@ -157,6 +157,7 @@ def test_a_file_that_is_no_record_is_refused(config_file: Path) -> None:
         ({"prompt_tokens": 4096}, "prompt_tokens must be from 0 to below longest=4096"),
         ({"count": 0}, "plan.. takes a whole number of at least 1, or None as count, got 0"),
         ({"count": 4, "replicas": 3}, "replicas must divide the 4 devices, got 3"),
+        ({"count": 3, "tensor_parallel": 3}, "tensor_parallel must divide the 4 attention heads, got 3"),
         ({"options": {"compute": "bfloat16"}}, "options= of plan.. are those of the fsdp2 executor's build"),
         ({"options": {"compile": True}}, "options= of plan.. has compile: plans do not know it"),
         ({"options": {"replicas": 2}}, "give it as replicas="),
