@@ -19,6 +19,7 @@ NEEDS = {
     "rlcore.engines.sampling.hf.kv_cache": "transformers",
     "rlcore.integrations.transformers": "transformers",
     "rlcore.integrations.trl": "trl",
+    "rlcore.integrations.trl_server": "trl",
     "rlcore.integrations.verl.engine": "verl",
     "rlcore.integrations.verl.kernel": "verl",
     "rlcore.integrations.verl.platform": "verl",
