@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,13 +16,15 @@ from typing import Any
 
 import msgspec
 
-from rlcore._torch_private import FileStore, PrefixStore, Store
+from rlcore._torch_private import FileStore, PrefixStore, Store, TCPStore
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, InvalidInputError
 from rlcore.process.status import boot_id, start_time
 from rlcore.settings import is_debugging
 
 _NAME = re.compile(r"[\w.-]+")
 _POLL_S = 0.002
+_ANSWER_S = 5.0
+"""How long a store on another host has for an answer."""
 
 _num_joined: Counter[tuple[str, str]] = Counter()
 """Groups that this process has joined, by folder and name. The next one must not read the addresses of the last."""
@@ -76,6 +80,8 @@ class Rendezvous:
         except BaseException:
             self.close()
             raise
+        self._is_elsewhere = not self.is_one_host and _is_over_network(self.store)
+        self._is_cut = False
 
     def close(self, ended: Iterable[int] = ()) -> None:
         """Leave, also in the name of the ranks in ``ended``; the last rank removes what was written to the folder.
@@ -118,12 +124,36 @@ class Rendezvous:
 
     def write(self, key: str, text: str) -> None:
         """Publish a note of this rank."""
-        if self._is_there():
+        if self._is_there() and not self._is_cut:
             self.store.set(f"{key}/{self.rank}", text)
             self.store.set(key, "written")
 
     def read(self, key: str) -> dict[int, str]:
-        """Return the notes of the other ranks, of those that wrote one."""
+        """Return the notes of the other ranks, of those that wrote one; none once a far store does not answer."""
+        if self._is_cut:
+            return {}
+        if not self._is_elsewhere:
+            return self._read(key)
+        answers: queue.SimpleQueue[dict[int, str] | Exception] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(self._read(key))
+            except Exception as error:
+                answers.put(error)
+
+        # Over a link that is down torch waits for the answer without end.
+        threading.Thread(target=ask, name="rlcore-notes", daemon=True).start()
+        try:
+            answer = answers.get(timeout=_ANSWER_S)
+        except queue.Empty:
+            self._is_cut = True  # the thread has the store's lock
+            return {}
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _read(self, key: str) -> dict[int, str]:
         if not (self._is_there() and self.store.check([key])):  # one question, however many ranks there are
             return {}
         found = [rank for rank in self.peers() if self.store.check([f"{key}/{rank}"])]
@@ -180,6 +210,12 @@ def _new_folder(rendezvous: object, name: str) -> Path | None:
             f"rendezvous must be a folder that this rank can write, got {place!r}: {error.strerror}"
         ) from error
     return folder
+
+
+def _is_over_network(store: Store) -> bool:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
 
 
 def _part_of_store(store: Any, name: str, rank: int) -> Store:

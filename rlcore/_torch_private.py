@@ -21,9 +21,10 @@ Backend = _distributed_c10d.Backend
 FileStore = _distributed_c10d.FileStore
 HashStore = _distributed_c10d.HashStore
 PrefixStore = _distributed_c10d.PrefixStore
+TCPStore = _distributed_c10d.TCPStore
 ProcessGroup = _distributed_c10d.ProcessGroup
 Store = _distributed_c10d.Store
-"""``torch.distributed`` has these five too, but does not export them to type checkers. Since torch 2.10."""
+"""``torch.distributed`` has these six too, but does not export them to type checkers. Since torch 2.10."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Sees every operation of torch. The documentation names it by this path, as there is no other. Since torch 2.10."""

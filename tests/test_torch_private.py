@@ -74,9 +74,9 @@ def backends_have_this_class() -> None:
     assert issubclass(dist.ProcessGroupGloo, base.Backend)
 
 
-@contract("FileStore", "HashStore", "PrefixStore", "ProcessGroup", "Store")
+@contract("FileStore", "HashStore", "PrefixStore", "ProcessGroup", "Store", "TCPStore")
 def distributed_has_the_same_classes() -> None:
-    for name in ("FileStore", "HashStore", "PrefixStore", "ProcessGroup", "Store"):
+    for name in ("FileStore", "HashStore", "PrefixStore", "ProcessGroup", "Store", "TCPStore"):
         assert getattr(dist, name) is getattr(base, name), name
     assert issubclass(base.FileStore, base.Store)
 
