@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rlcore._torch_private import FileStore, PrefixStore, Store, TCPStore
+from rlcore.deadline import begin
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, InvalidInputError
 from rlcore.process.status import boot_id, start_time
 from rlcore.settings import is_debugging
@@ -67,6 +66,7 @@ class Rendezvous:
         self._label = f"group {name!r}"
         self._folder = _new_folder(rendezvous, name)
         self.store = self._folder_store(timeout_s) if self._folder else _part_of_store(rendezvous, name, rank)
+        self._is_cut = False
         self.infos = {rank: _own_info(world_size, library)}
         if self.store.add(f"joined/{rank}", 1) > 1:
             raise CollectiveError(
@@ -81,7 +81,6 @@ class Rendezvous:
             self.close()
             raise
         self._is_elsewhere = not self.is_one_host and _is_over_network(self.store)
-        self._is_cut = False
 
     def close(self, ended: Iterable[int] = ()) -> None:
         """Leave, also in the name of the ranks in ``ended``; the last rank removes what was written to the folder.
@@ -124,44 +123,32 @@ class Rendezvous:
 
     def write(self, key: str, text: str) -> None:
         """Publish a note of this rank."""
-        if self._is_there() and not self._is_cut:
+        if self._is_there():
             self.store.set(f"{key}/{self.rank}", text)
             self.store.set(key, "written")
 
     def read(self, key: str) -> dict[int, str]:
         """Return the notes of the other ranks, of those that wrote one; none once a far store does not answer."""
-        if self._is_cut:
+        if not self._is_there():
             return {}
         if not self._is_elsewhere:
             return self._read(key)
-        answers: queue.SimpleQueue[dict[int, str] | Exception] = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                answers.put(self._read(key))
-            except Exception as error:
-                answers.put(error)
-
-        # Over a link that is down torch waits for the answer without end.
-        threading.Thread(target=ask, name="rlcore-notes", daemon=True).start()
-        try:
-            answer = answers.get(timeout=_ANSWER_S)
-        except queue.Empty:
-            self._is_cut = True  # the thread has the store's lock
+        thread, outcomes = begin(lambda: self._read(key))
+        thread.join(_ANSWER_S)
+        if not outcomes:  # over a link that is down torch waits without end, and the thread has the store's lock
+            self._is_cut = True
             return {}
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return outcomes[0].get()
 
     def _read(self, key: str) -> dict[int, str]:
-        if not (self._is_there() and self.store.check([key])):  # one question, however many ranks there are
+        if not self.store.check([key]):  # one question, however many ranks there are
             return {}
         found = [rank for rank in self.peers() if self.store.check([f"{key}/{rank}"])]
         return {rank: self.store.get(f"{key}/{rank}").decode() for rank in found}
 
     def _is_there(self) -> bool:
-        """Return False where somebody has removed the file: torch would wait for it until the timeout."""
-        return self._folder is None or (self._folder / "store").exists()
+        """Return False where somebody has removed the file, or a link is cut: torch would wait until the timeout."""
+        return not self._is_cut and (self._folder is None or (self._folder / "store").exists())
 
     def _read_infos(self, missing: set[int], timeout_s: float) -> None:
         own = self.infos[self.rank]

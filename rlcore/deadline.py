@@ -33,7 +33,7 @@ def outcomes_within(timeout_s: float, calls: Sequence[Callable[[], T]]) -> list[
     Nothing that a call raises is raised here. ``sys.stdout`` and ``sys.stderr`` are afterwards what they were.
     """
     streams, end = (sys.stdout, sys.stderr), time.monotonic() + timeout_s
-    begun = [_begin(call) for call in calls]
+    begun = [begin(call) for call in calls]
     for thread, _ in begun:
         thread.join(max(0.0, end - time.monotonic()))
     sys.stdout, sys.stderr = streams
@@ -49,7 +49,8 @@ def outcome_here(call: Callable[[], T]) -> CallOutcome[T]:
         return CallOutcome(error=error)
 
 
-def _begin(call: Callable[[], T]) -> tuple[threading.Thread, list[CallOutcome[T]]]:
+def begin(call: Callable[[], T]) -> tuple[threading.Thread, list[CallOutcome[T]]]:
+    """Make a call in a daemon thread; return the thread, and a list to which it adds the outcome."""
     found: list[CallOutcome[T]] = []
 
     def run() -> None:

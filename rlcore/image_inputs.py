@@ -93,7 +93,9 @@ class ImageInputs:
                 f"{', '.join(sorted(names)) or 'none'}"
             )
 
-    def located(self, whose: str, token_ids_L: Tensor, inputs: Mapping[str, Tensor], may_stray_L: Tensor) -> Tensor:
+    def located(
+        self, whose: str, token_ids_L: Tensor, inputs: Mapping[str, Tensor], may_stray_L: Tensor | None = None
+    ) -> Tensor:
         """Return [L] bool: the tokens that stand for the images of a sequence; arguments and errors as of ``spans``."""
         is_image_L = torch.zeros(len(token_ids_L), dtype=torch.bool)
         for span in self.spans(whose, token_ids_L, inputs, may_stray_L):

@@ -212,7 +212,7 @@ def prompts_of(given: Any) -> list[Prompt]:
         for number, prompt in enumerate(given)
     ]
     for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) and not _are_token_ids(prompt):
+        if not isinstance(prompt, (str, MultimodalPrompt)) and not _are_token_ids(prompt):
             raise InvalidInputError(
                 f"prompt {number} must be a text or a list of token ids, got {prompt!r:.200}; with images it is a dict "
                 "that the model's processor made"

@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_LONGEST = 107
+MOST_BYTES = 107
+"""The longest path, of unix(7), without the zero at its end."""
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def socket_address(path: str | Path) -> Iterator[str]:
     Raises:
         OSError: the folder of a long path cannot be opened.
     """
-    if len(os.fsencode(path)) <= _LONGEST:
+    if len(os.fsencode(path)) <= MOST_BYTES:
         yield os.fspath(path)
         return
     folder, name = os.path.split(path)

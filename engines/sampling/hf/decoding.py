@@ -92,6 +92,7 @@ class BatchDecoder:
         self._max_positions = max_positions
         self._device: torch.device = module.get_input_embeddings().weight.device
         self._prompts = list(dict.fromkeys(sample.prompt for sample in samples))
+        self._index_of = {prompt: index for index, prompt in enumerate(self._prompts)}
         self._num_prompt_columns = max(map(len, self._prompts))
         has_images = images is not None and any(map(inputs_of, self._prompts))
         self._images = PromptImages(images, self._prompts, self._device) if images is not None and has_images else None
@@ -205,8 +206,7 @@ class BatchDecoder:
             inputs = {} if self._images is None else self._images.arguments(num_columns)
             logits_PV, routes = self._forward(token_PL[:, start:end], position_PL[:, start:end], visible, inputs)
             self._prompt_routes += [] if routes is None else [routes]
-        index_of = {prompt: index for index, prompt in enumerate(self._prompts)}
-        prompt_N = self._tensor([index_of[sample.prompt] for sample in self._samples])
+        prompt_N = self._tensor([self._index_of[sample.prompt] for sample in self._samples])
         self._cache.reorder_cache(prompt_N)
         grow_in_blocks(self._cache, max_new_columns=self._num_steps - 1)
         columns_PL = torch.nn.functional.pad(mask_PL, (0, self._num_steps), value=True)
@@ -308,12 +308,11 @@ class BatchDecoder:
         if self._recorder is None:
             return [None] * len(samples)
         found: list[Tensor | None] = []
-        prompts = torch.cat(self._prompt_routes, dim=1).cpu()
-        steps = [route_N.cpu() for route_N in self._step_routes]
         for sample, length in zip(samples, lengths, strict=True):
             prompt = self._samples[sample].prompt
-            of_prompt = prompts[self._prompts.index(prompt), self._num_prompt_columns - len(prompt) :]
-            found.append(torch.stack([*of_prompt, *(route_N[sample] for route_N in steps[: length - 1])]))
+            of_prompt = torch.cat([part[self._index_of[prompt]] for part in self._prompt_routes])
+            own = [route_N[sample][None] for route_N in self._step_routes[: length - 1]]
+            found.append(torch.cat([of_prompt[self._num_prompt_columns - len(prompt) :], *own]).cpu())
         return found
 
     def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:

@@ -24,8 +24,7 @@ class PromptImages:
         self._positions: list[Tensor | None] = []
         for number, prompt in enumerate(prompts):
             token_ids, inputs = torch.tensor(list(prompt)), images.rows_of(inputs_of(prompt))
-            nowhere = torch.zeros(len(token_ids), dtype=torch.bool)
-            self._is_image.append(images.located(f"prompt {number} of the batch", token_ids, inputs, nowhere))
+            self._is_image.append(images.located(f"prompt {number} of the batch", token_ids, inputs))
             self._positions.append(images.positions(token_ids, self._is_image[-1], inputs))
         self._first_positions = {
             prompt: len(prompt) if position_L3 is None else int(position_L3.max()) + 1

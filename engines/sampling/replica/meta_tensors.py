@@ -5,6 +5,8 @@ Integer tensors, such as the map from experts to those of this worker, are real:
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,19 @@ from torch.overrides import TorchFunctionMode
 _FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.tensor, torch.zeros}
 
 
-class WholeNumbersAreReal(TorchFunctionMode):
+@contextlib.contextmanager
+def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors are made on a device and with a dtype where none is named, those of whole numbers on the CPU."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), _WholeNumbersAreReal():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _WholeNumbersAreReal(TorchFunctionMode):
     """Inside, tensors of whole numbers are made on the CPU where no device is named."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -26,8 +26,8 @@ from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.process.guard import MemoryFile, remove_memory, shared_memory
+from rlcore.process.socket_address import MOST_BYTES
 
-_MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
 _LONGEST_NAME = "tmp" + 8 * "x"
 """The name of a socket of SGLang's, as Python names temporary files."""
 
@@ -134,9 +134,9 @@ class SglangExecutor(ReplicaExecutor):
 
 def _checked(folder: str) -> str:
     """Return the folder; refuse one whose sockets would have paths that are too long."""
-    if len(os.fsencode(os.path.join(folder, _LONGEST_NAME))) > _MOST_SOCKET_BYTES:
+    if len(os.fsencode(os.path.join(folder, _LONGEST_NAME))) > MOST_BYTES:
         raise InvalidInputError(
-            f"{folder} is too long a path for sockets, which have at most {_MOST_SOCKET_BYTES} bytes of it: let "
+            f"{folder} is too long a path for sockets, which have at most {MOST_BYTES} bytes of it: let "
             "RLCORE_RUNTIME name a folder with a shorter one"
         )
     return folder

@@ -7,10 +7,9 @@ schedulers are paused; a completion tells the version that made each token.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.replica.calls import results_of
-from rlcore.engines.sampling.replica.jobs import PromptJob, RunningSample
+from rlcore.engines.sampling.replica.jobs import PAUSED, Jobs, RunningSample, require_running
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
@@ -31,7 +30,6 @@ from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
 from rlcore.errors import RlcoreError, StateError
 
-PAUSED = "a pause"
 _LOOK_AGAIN_S = 0.2
 
 
@@ -53,12 +51,9 @@ class SglangReplica:
         self._context = processes.context
         self._reader = reader
         self._seeds = torch.Generator().manual_seed(seed)
-        self._samples: dict[str, RunningSample] = {}
+        self._jobs = Jobs(reader)
         self._ended_in: dict[str, int] = {}
         """The version that made the last tokens of samples which ended before the weights changed."""
-        self._done: dict[int, RequestOutput] = {}
-        self._wanted: set[int] = set()  # jobs of run(), which collect() leaves alone
-        self._next_number = -1
         self._version = 0
         self._lengths: dict[str, int] = {}
         """The tokens of each sample that was under way when the schedulers were paused last."""
@@ -114,28 +109,25 @@ class SglangReplica:
     def run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int, advance: Callable[[int], None]
     ) -> list[RequestOutput]:
-        self._require_running("generate()")
+        require_running(self._held, "generate()")
         self._set_version(version)
-        numbers = range(self._next_number - len(prompts) + 1, self._next_number + 1)
-        self._next_number -= len(prompts)
-        self._wanted.update(numbers)
-        try:
-            self._add(list(numbers), prompts, params)
-            while not all(number in self._done for number in numbers):
-                if self._context.is_cancelled():
-                    raise StateError("generate() has ended early: nobody waits for it any more")
-                self._wait_for(lambda: bool(self._num_ended), _LOOK_AGAIN_S, "generate")
-                with self._changed:
-                    num_ended, self._num_ended = self._num_ended, 0
-                if num_ended:
-                    advance(num_ended)
-            return [self._done.pop(number) for number in numbers]
-        except BaseException:
-            self._drop(set(numbers))
-            raise
-        finally:
-            self._wanted.difference_update(numbers)
-            self._num_ended = 0
+        with self._jobs.waited_for(len(prompts)) as numbers:
+            try:
+                self._add(numbers, prompts, params)
+                while not self._jobs.are_done(numbers):
+                    if self._context.is_cancelled():
+                        raise StateError("generate() has ended early: nobody waits for it any more")
+                    self._wait_for(lambda: bool(self._num_ended), _LOOK_AGAIN_S, "generate")
+                    with self._changed:
+                        num_ended, self._num_ended = self._num_ended, 0
+                    if num_ended:
+                        advance(num_ended)
+                return self._jobs.take(numbers)
+            except BaseException:
+                self._drop(numbers)
+                raise
+            finally:
+                self._num_ended = 0
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
@@ -149,37 +141,32 @@ class SglangReplica:
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            self._wait_for(
-                lambda: bool(self._ready() or not self._samples or self._held), min(left_s, _LOOK_AGAIN_S), "collect"
-            )
+            self._wait_for(self._may_collect, min(left_s, _LOOK_AGAIN_S), "collect")
             with self._changed:
-                if self._ready() or not self._samples or self._held or not left_s:
-                    return {number: self._done.pop(number) for number in self._ready()}
+                if self._may_collect() or not left_s:
+                    return self._jobs.collect()
+
+    def _may_collect(self) -> bool:
+        return bool(self._jobs.ready() or not self._jobs.samples or self._held)
 
     def progress(self) -> dict[int, int]:
-        found: dict[int, int] = {}
         lengths = self._call(SglangShard.progress)
         with self._changed:
-            for name, sample in self._samples.items():
-                number = sample.job.number
-                found[number] = found.get(number, 0) + lengths.get(name, len(sample.token_ids))
-        return found
+            return self._jobs.progress(lengths)
 
     def abort(self, numbers: Sequence[int] | None) -> int:
         with self._changed:
-            jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
-            chosen = jobs if numbers is None else jobs.intersection(numbers)
+            chosen = self._jobs.submitted(numbers)
             self._drop(chosen)
-            for number in self._ready() if numbers is None else numbers:
-                self._done.pop(number, None)
+            self._jobs.forget_outputs(numbers)
             return len(chosen)
 
     def pause(self, mode: PauseMode) -> None:
         check_pause_mode(mode)
         if mode == "abort":
             self.abort(None)
-        while mode == "wait" and self._samples and not self._held:
-            self._wait_for(lambda: not self._samples, _LOOK_AGAIN_S, "pause")
+        while mode == "wait" and self._jobs.samples and not self._held:
+            self._wait_for(lambda: not self._jobs.samples, _LOOK_AGAIN_S, "pause")
         self._hold(PAUSED, keeps_cache=mode == "keep")
 
     def resume(self) -> None:
@@ -199,7 +186,7 @@ class SglangReplica:
 
     def _note_lengths(self) -> None:
         """Note which tokens the present weights have made. The schedulers are paused, with no results to come."""
-        known = set(self._samples)
+        known = set(self._jobs.samples)
         state = self._thread.begin(self._manager.get_internal_state())
         while True:  # its answer comes after all outputs, and the schedulers then have all requests
             with contextlib.suppress(TimeoutError):
@@ -208,7 +195,7 @@ class SglangReplica:
             self._processes.require("hold")
         self._lengths = dict(self._call(SglangShard.progress))
         with self._changed:  # what has ended may still be on its way through this process
-            self._ended_in |= dict.fromkeys(known & self._samples.keys() - self._lengths.keys(), self._version)
+            self._ended_in |= dict.fromkeys(known & self._jobs.samples.keys() - self._lengths.keys(), self._version)
 
     def release(self, *reasons: str) -> None:
         was_held = bool(self._held)
@@ -234,11 +221,11 @@ class SglangReplica:
             # It answers once, at the end.
             output = [one async for one in self._manager.generate_request(request)][-1]
             with self._changed:
-                if self._samples.get(name) is sample:
+                if self._jobs.samples.get(name) is sample:
                     self._take(name, sample, output)
         except Exception as error:  # the next call raises it
             with self._changed:
-                if self._samples.get(name) is sample and not self._processes.is_over:
+                if self._jobs.samples.get(name) is sample and not self._processes.is_over:
                     self._failure = error
                     self._drop({sample.job.number})
         finally:
@@ -250,34 +237,24 @@ class SglangReplica:
         reason = about["finish_reason"]["type"]
         if reason not in ("stop", "length"):
             raise RlcoreError(f"SGLang has ended a request that nobody cancelled: {about['finish_reason']}")
-        sample.token_ids += output["output_ids"]
-        sample.logprobs += [float(logprob) for logprob, *_ in about["output_token_logprobs"]]
-        job = sample.job
-        if not all(map(math.isfinite, sample.logprobs)):
-            raise RlcoreError(f"the model gives NaN or infinite logits for prompt {job.token_ids}")
+        sample.add(output["output_ids"], [float(logprob) for logprob, *_ in about["output_token_logprobs"]])
         sample.close_span(self._ended_in.pop(name, self._version))
-        del self._samples[name]
-        job.completions[sample.index] = self._reader.completion(
+        completion = self._reader.completion(
             sample.token_ids, sample.logprobs, is_stopped=reason == "stop", spans=tuple(sample.spans)
         )
-        self._num_ended += job.number in self._wanted
-        if (done := job.output) is not None:
-            self._done[job.number] = done
+        self._jobs.end(name, completion)
+        self._num_ended += self._jobs.is_waited_for(sample.job.number)
 
     # ------------------------------------------------------------------------------------------------ state
 
     def _add(self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        encoded = self._reader.read(prompts, params)
-        for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            job = PromptJob(number, text, list(token_ids), [None] * one.n)
-            own_stops = () if one.ignore_eos else self._reader.stop_token_ids
-            stops = sorted({*one.stop_token_ids, *own_stops})
+        for job, token_ids, one in self._jobs.read(numbers, prompts, params):
+            stops = self._jobs.stop_token_ids(one)
             for index, key in enumerate(self._keys(token_ids, one)):
-                name = f"{number}-{index}."  # SGLang cancels by the beginning of a name
+                name = f"{job.number}-{index}."  # SGLang cancels by the beginning of a name
                 sample = RunningSample(job, index)
                 with self._changed:
-                    self._samples[name] = sample
+                    self._jobs.samples[name] = sample
                 request = versions.generate_request(name, job.token_ids, request_params(one, stops, key))
                 self._thread.begin(self._sample(name, sample, request))
 
@@ -287,18 +264,13 @@ class SglangReplica:
         drawn: list[int] = torch.randint(-(2**63), 2**63 - 1, (params.n,), generator=self._seeds).tolist()
         return drawn
 
-    def _ready(self) -> list[int]:
-        return [number for number in self._done if number not in self._wanted]
-
-    def _drop(self, jobs: set[int]) -> None:
+    def _drop(self, numbers: Collection[int]) -> None:
         with self._changed:
-            names = [name for name, sample in self._samples.items() if sample.job.number in jobs]
+            names = self._jobs.names_of(numbers)
+            self._jobs.forget(numbers)
             for name in names:
-                del self._samples[name]
                 self._ended_in.pop(name, None)
                 self._thread.call(self._manager.abort_request, name)
-            for number in jobs:
-                self._done.pop(number, None)
 
     def weights_changed(self, version: int) -> None:
         """Note the version of new weights, and drop what is cached of others. The schedulers are paused."""
@@ -309,8 +281,8 @@ class SglangReplica:
         if version == self._version:
             return
         with self._changed:
-            for name in self._samples.keys() & self._lengths.keys():
-                self._samples[name].close_span(self._version, self._lengths[name])
+            for name in self._jobs.samples.keys() & self._lengths.keys():
+                self._jobs.samples[name].close_span(self._version, self._lengths[name])
             self._version = version
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float, method: str) -> None:
@@ -326,9 +298,3 @@ class SglangReplica:
         if isinstance(failure, RlcoreError):
             raise failure
         raise RlcoreError(f"SGLang failed: {failure}") from failure
-
-    def _require_running(self, purpose: str) -> None:
-        if PAUSED in self._held:
-            raise StateError(f"{purpose} is refused while the engine is paused; call resume()")
-        if self._held:
-            raise StateError(f"{purpose} is refused: the replica is held because of {', '.join(sorted(self._held))}")

@@ -29,7 +29,7 @@ FOLDER = "_RLCORE_SGLANG_FOLDER"
 SOCKET = "calls"
 _WORDS = "last-words-"
 _PR_SET_PDEATHSIG = 1  # prctl(2); SGLang asks to be killed as soon as its parent has ended
-_PATIENCE_S = 365 * 86400.0
+PATIENCE_S = 365 * 86400.0
 """Not a deadline: the executor's end closes when it has no more calls, and with its process."""
 
 
@@ -68,7 +68,7 @@ def serve(scheduler: SglangScheduler) -> None:
         control.send(msgspec.msgpack.encode((dist.get_rank(), os.getpid())))
         while True:
             try:
-                method, arguments = msgspec.msgpack.decode(control.recv(_PATIENCE_S))
+                method, arguments = msgspec.msgpack.decode(control.recv(PATIENCE_S))
             except ConnectionError:
                 return
             control.send(answer(_shard_of(scheduler), method, arguments, catches=Exception))

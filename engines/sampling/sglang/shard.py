@@ -10,11 +10,9 @@ from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.interfaces import SglangScheduler
 from rlcore.engines.sampling.sglang.saved_memory import SavedGroup
 from rlcore.engines.sampling.sglang.target import SglangTarget
-from rlcore.engines.weight_sync.planning.loader_trace import trace_loader
-from rlcore.engines.weight_sync.planning.manifest import describe
+from rlcore.engines.weight_sync.planning.coverage import checkpoint_trace
 from rlcore.errors import UnsupportedError
 from rlcore.registry import get_device
-from rlcore.weights.view import WeightView
 
 
 class SglangShard(ReplicaShard):
@@ -77,9 +75,7 @@ class SglangShard(ReplicaShard):
         Raises:
             UnsupportedError: a parameter gets nothing of the folder, such as a head that SGLang does not tie.
         """
-        views = [WeightView(name, tensor, tensor) for name, tensor in (self._target.checkpoint() or {}).items()]
-        model, load_weights = self._target.meta_model()
-        trace = trace_loader(model, load_weights, describe(views, 1).manifest, self._target.tensors())
+        trace = checkpoint_trace(self._target, self._target.checkpoint() or {}, self._target.tensors())
         if trace.refusal:
             raise UnsupportedError(f"{path} in SGLang", f"{trace.refusal}, which SGLang leaves as it made it")
         return super().differing_after_reload(path)

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
+from rlcore.engines.sampling.sglang.scheduler_process import PATIENCE_S
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
 
 _LOOK_AGAIN_S = 0.2
-_PATIENCE_S = 365 * 86400.0
 """Not a deadline: the engine has one for each call, and a process that ends closes its connection."""
 _ENDED_S = 10.0
 
@@ -73,7 +73,7 @@ class ShardCalls:
                 self._processes.require(method)
                 continue
             control = ControlSocket(connection)
-            rank, pid = msgspec.msgpack.decode(control.recv(_PATIENCE_S))
+            rank, pid = msgspec.msgpack.decode(control.recv(PATIENCE_S))
             found[rank], self.pids[rank] = control, pid
         self._controls = [found[rank] for rank in range(self._count)]
 
@@ -81,7 +81,7 @@ class ShardCalls:
         """Call a method of each shard, at once; return each ``ShardAnswer``."""
         for control, arguments in zip(self._controls, calls, strict=True):
             control.send(msgspec.msgpack.encode((method, arguments)))
-        return [control.recv(_PATIENCE_S) for control in self._controls]
+        return [control.recv(PATIENCE_S) for control in self._controls]
 
     def close(self) -> None:
         """Let the schedulers go on."""

@@ -24,7 +24,7 @@ class SglangTarget(Target):
         self._runner = runner
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
-        model: Any = versions.new_model(self._runner, "meta")
+        model: Any = versions.meta_model(self._runner)
         return model, model.load_weights
 
     def checkpoint(self) -> dict[str, Tensor] | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +14,8 @@ from torch import Tensor, nn
 
 from rlcore._torch_private import FileStore
 from rlcore.device import Device
-from rlcore.engines.sampling.replica.meta_tensors import WholeNumbersAreReal
+from rlcore.engines.sampling.replica import version_bounds
+from rlcore.engines.sampling.replica.meta_tensors import made_on
 from rlcore.engines.sampling.sglang.interfaces import (
     SglangEngine,
     SglangModelRunner,
@@ -24,9 +23,7 @@ from rlcore.engines.sampling.sglang.interfaces import (
     SglangSamplingInfo,
     SglangScheduler,
 )
-from rlcore.errors import InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
-
-_log = logging.getLogger(__name__)
+from rlcore.errors import InvalidInputError, MissingDependencyError, RlcoreError
 
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
 SAMPLER = "pytorch"
@@ -81,25 +78,8 @@ def _be_quiet() -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a version that is older than rlcore knows, and warn of a newer one: most go on as the last one did.
-
-    Raises:
-        UnsupportedError: the version is too old, or is not written as one.
-    """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-    number = tuple(map(int, found.groups())) if found else ()
-    if number < OLDEST:
-        raise UnsupportedError(
-            f"SGLang {version}",
-            f"the sglang executor knows {oldest} to {newest}; run: pip install 'sglang>={oldest},<={newest}'",
-        )
-    if number > NEWEST:
-        _log.warning(
-            "SGLang %s is newer than what rlcore was checked against, %s to %s; if something fails in it, run: "
-            "pip install 'sglang<=%s'",
-            version, oldest, newest, newest,
-        )  # fmt: skip
+    """Check the version of SGLang as ``version_bounds.check_version`` does, with the bounds above."""
+    version_bounds.check_version("SGLang", version, OLDEST, NEWEST)
 
 
 # ------------------------------------------------------------------------------------------ the engine's process
@@ -124,7 +104,7 @@ def new_engine(
     from sglang.srt.entrypoints.engine import Engine
 
     class RlcoreEngine(Engine):  # type: ignore[misc]
-        """Without the process that makes texts of tokens: rlcore makes them."""
+        """Starts no process that makes texts of tokens: rlcore makes them."""
 
         run_scheduler_process_func = staticmethod(run_scheduler)
 
@@ -292,18 +272,13 @@ def kv_caches(scheduler: SglangScheduler) -> list[Tensor]:
     return [tensor for value in values for tensor in value if isinstance(tensor, Tensor)]
 
 
-def new_model(runner: SglangModelRunner, device: str) -> nn.Module:
-    """Return another instance of the model on ``device``, with uninitialized weights, and this rank's shards."""
+def meta_model(runner: SglangModelRunner) -> nn.Module:
+    """Return another instance of the model on the meta device, with this rank's shards."""
     from sglang.srt.model_loader.loader import _initialize_model
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(runner.model_config.dtype)
-    try:
-        with torch.device(device), WholeNumbersAreReal():
-            model: nn.Module = _initialize_model(runner.model_config, runner.load_config)
-            return model
-    finally:
-        torch.set_default_dtype(before)
+    with made_on("meta", runner.model_config.dtype):
+        model: nn.Module = _initialize_model(runner.model_config, runner.load_config)
+    return model
 
 
 def load(runner: SglangModelRunner, weights: Iterable[tuple[str, Tensor]], device: torch.device) -> None:

@@ -6,10 +6,9 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rlcore.engines.sampling.replica.meta_tensors import WholeNumbersAreReal
+from rlcore.engines.sampling.replica.meta_tensors import made_on
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 
 
@@ -39,11 +38,6 @@ def new_model(vllm_config: VllmConfig, device: str) -> nn.Module:
     own: VllmConfig = copy.copy(vllm_config)
     own.compilation_config = copy.copy(vllm_config.compilation_config)
     own.compilation_config.static_forward_context = {}  # attention layers register their names there, each once
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(own.model_config.dtype)
-    try:
-        with torch.device(device), WholeNumbersAreReal():
-            model: nn.Module = initialize_model(vllm_config=own)
-            return model
-    finally:
-        torch.set_default_dtype(before)
+    with made_on(device, own.model_config.dtype):
+        model: nn.Module = initialize_model(vllm_config=own)
+    return model

@@ -7,24 +7,21 @@ requests of ``submit``. Between two steps the weights may change: a completion t
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import MultimodalPrompt, Prompt, PromptReader
-from rlcore.engines.sampling.replica.jobs import PromptJob, RunningSample
+from rlcore.engines.sampling.replica.jobs import PAUSED, Jobs, RunningSample, require_running
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine, VllmRequestOutput
 from rlcore.errors import RlcoreError, StateError, WorkerDiedError
-
-PAUSED = "a pause"
 
 
 class Replica:
@@ -41,10 +38,7 @@ class Replica:
         self._processes = processes
         self._reader = reader
         self._activate = activate
-        self._samples: dict[str, RunningSample] = {}
-        self._done: dict[int, RequestOutput] = {}
-        self._wanted: set[int] = set()  # jobs of run(), which collect() leaves alone
-        self._next_number = -1
+        self._jobs = Jobs(reader)
         self._version = 0
         self._held: set[str] = set()
         self._is_closed = False
@@ -90,24 +84,20 @@ class Replica:
             StateError: the replica is paused or held; or nobody waits for the call any more.
         """
         with self.between_steps("generate"):
-            self._require_running("generate()")
+            require_running(self._held, "generate()")
             self._set_version(version)
-            numbers = range(self._next_number - len(prompts) + 1, self._next_number + 1)
-            self._next_number -= len(prompts)
-            self._wanted.update(numbers)
-            try:
-                self._add(list(numbers), prompts, params, is_streamed=False)
-                while not all(number in self._done for number in numbers):
-                    if self._processes.context.is_cancelled():
-                        raise StateError("generate() has ended early: nobody waits for it any more")
-                    if num_ended := self._step(numbers):
-                        advance(num_ended)
-                return [self._done.pop(number) for number in numbers]
-            except BaseException:
-                self._drop(set(numbers))
-                raise
-            finally:
-                self._wanted.difference_update(numbers)
+            with self._jobs.waited_for(len(prompts)) as numbers:
+                try:
+                    self._add(numbers, prompts, params, is_streamed=False)
+                    while not self._jobs.are_done(numbers):
+                        if self._processes.context.is_cancelled():
+                            raise StateError("generate() has ended early: nobody waits for it any more")
+                        if num_ended := self._step(numbers):
+                            advance(num_ended)
+                    return self._jobs.take(numbers)
+                except BaseException:
+                    self._drop(numbers)
+                    raise
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
@@ -123,26 +113,23 @@ class Replica:
     def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
         """Return what has ended; wait ``timeout_s`` for the first, unless nothing is under way or all is paused."""
         with self.between_steps("collect"):
-            self._changed.wait_for(lambda: self._failure or self._ready() or not self._samples or self._held, timeout_s)
+            self._changed.wait_for(
+                lambda: self._failure or self._jobs.ready() or not self._jobs.samples or self._held, timeout_s
+            )
             self._require_stepping()
-            return {number: self._done.pop(number) for number in self._ready()}
+            return self._jobs.collect()
 
     def progress(self) -> dict[int, int]:
         """Return the tokens that each request under way has so far, by its number."""
         with self.between_steps("progress"):
-            found: dict[int, int] = {}
-            for sample in self._samples.values():
-                found[sample.job.number] = found.get(sample.job.number, 0) + len(sample.token_ids)
-            return found
+            return self._jobs.progress({})
 
     def abort(self, numbers: Sequence[int] | None) -> int:
         """Cancel these requests, or all that were submitted; return how many were unfinished. None is collected."""
         with self.between_steps("abort"):
-            jobs = {sample.job.number for sample in self._samples.values()} - self._wanted
-            chosen = jobs if numbers is None else jobs.intersection(numbers)
+            chosen = self._jobs.submitted(numbers)
             self._drop(chosen)
-            for number in self._ready() if numbers is None else numbers:
-                self._done.pop(number, None)
+            self._jobs.forget_outputs(numbers)
             return len(chosen)
 
     def pause(self, mode: PauseMode) -> None:
@@ -151,7 +138,7 @@ class Replica:
         if mode == "abort":
             self.abort(None)
         with self.between_steps("pause"):
-            while mode == "wait" and self._samples:
+            while mode == "wait" and self._jobs.samples:
                 self._step(())
             self._held.add(PAUSED)
 
@@ -191,7 +178,7 @@ class Replica:
             while self._num_waiting:  # a lock is not fair
                 time.sleep(1e-4)
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or (self._samples and not self._held))
+                self._changed.wait_for(lambda: self._is_closed or (self._jobs.samples and not self._held))
                 if self._is_closed:
                     return
                 try:
@@ -206,9 +193,8 @@ class Replica:
         """Make one step of the engine; return how many samples of the ``counted`` jobs ended."""
         num_ended = 0
         for output in self._engine.step():
-            sample = self._samples.get(output.request_id)
+            sample = self._jobs.samples.get(output.request_id)
             if sample is not None and self._take(output, sample):
-                del self._samples[output.request_id]
                 num_ended += sample.job.number in counted
         self._changed.notify_all()
         return num_ended
@@ -218,37 +204,29 @@ class Replica:
         (sampled,) = output.outputs
         token_ids = list(sampled.token_ids)
         logprobs = [float(entry[token].logprob) for token, entry in zip(token_ids, sampled.logprobs or (), strict=True)]
-        if not all(map(math.isfinite, logprobs)):
-            raise RlcoreError(f"the model gives NaN or infinite logits for prompt {sample.job.token_ids}")
-        sample.token_ids += token_ids
-        sample.logprobs += logprobs
+        sample.add(token_ids, logprobs)
         if sampled.finish_reason is None:
             return False
         sample.close_span(self._version)
-        job = sample.job
-        job.completions[sample.index] = self._reader.completion(
+        completion = self._reader.completion(
             sample.token_ids,
             sample.logprobs,
             is_stopped=sampled.finish_reason == "stop",
             spans=tuple(sample.spans),
             routed_experts=versions.routed_experts(sampled),
         )
-        if (done := job.output) is not None:
-            self._done[job.number] = done
+        self._jobs.end(output.request_id, completion)
         return True
 
     def _add(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, is_streamed: bool
     ) -> None:
-        encoded = self._reader.read(prompts, params)
-        for number, prompt, token_ids, one in zip(numbers, prompts, encoded, params, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            job = PromptJob(number, text, list(token_ids), [None] * one.n)
+        for job, token_ids, one in self._jobs.read(numbers, prompts, params):
             given = self._as_vllm_takes_it(token_ids)
             keys = sample_keys(token_ids, seed=one.seed, n=one.n) if one.seed is not None else [None] * one.n
             for index, key in enumerate(keys):
-                name = f"{number}-{index}"
-                self._samples[name] = RunningSample(job, index)
+                name = f"{job.number}-{index}"
+                self._jobs.samples[name] = RunningSample(job, index)
                 self._engine.add_request(name, given, self._sampling(one, key, is_streamed=is_streamed))
 
     def _as_vllm_takes_it(self, prompt: Sequence[int]) -> Any:
@@ -257,30 +235,22 @@ class Replica:
         return versions.image_prompt(self._engine, prompt, self._reader.image_spans(prompt))
 
     def _sampling(self, params: SamplingParams, key: int | None, *, is_streamed: bool) -> Any:
-        own_stops = () if params.ignore_eos else self._reader.stop_token_ids
         return versions.sampling_params(
             is_streamed=is_streamed,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
             max_tokens=params.max_tokens,
-            stop_token_ids=sorted({*params.stop_token_ids, *own_stops}),
+            stop_token_ids=self._jobs.stop_token_ids(params),
             ignore_eos=True,  # the model's own stops are named above
             seed=key,
         )
 
     # ------------------------------------------------------------------------------------------------ state
 
-    def _ready(self) -> list[int]:
-        return [number for number in self._done if number not in self._wanted]
-
-    def _drop(self, jobs: set[int]) -> None:
-        names = [name for name, sample in self._samples.items() if sample.job.number in jobs]
-        self._engine.abort_request(names)
-        for name in names:
-            del self._samples[name]
-        for number in jobs:
-            self._done.pop(number, None)
+    def _drop(self, numbers: Collection[int]) -> None:
+        self._engine.abort_request(self._jobs.names_of(numbers))
+        self._jobs.forget(numbers)
 
     def weights_changed(self, version: int) -> None:
         """Note the version of new weights; cached results of the old ones are dropped and computed again if needed."""
@@ -290,7 +260,7 @@ class Replica:
 
     def _set_version(self, version: int) -> None:
         if version != self._version:
-            for sample in self._samples.values():
+            for sample in self._jobs.samples.values():
                 sample.close_span(self._version)
             self._version = version
 
@@ -301,9 +271,3 @@ class Replica:
             raise RlcoreError(
                 f"vLLM failed in the background and makes no more steps: {self._failure}; call restart()"
             ) from self._failure
-
-    def _require_running(self, purpose: str) -> None:
-        if PAUSED in self._held:
-            raise StateError(f"{purpose} is refused while the engine is paused; call resume()")
-        if self._held:
-            raise StateError(f"{purpose} is refused: the replica is held because of {', '.join(sorted(self._held))}")

@@ -31,8 +31,8 @@ class TensorParallelShard(ReplicaShard):
         super().__init__(VllmTarget(self.model, worker.vllm_config, device))
         if device.spec.is_host:  # no graph is captured that would keep addresses
             self._offload_groups = {
-                "weights": OffloadGroup(device, self.model.parameters, lambda guard, state: None),
-                "kv_cache": OffloadGroup(device, lambda: versions.kv_caches(self.runner), lambda guard, state: None),
+                "weights": OffloadGroup(device, self.model.parameters),
+                "kv_cache": OffloadGroup(device, lambda: versions.kv_caches(self.runner)),
             }
         else:
             self._offload_groups = {

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import logging
 import os
-import re
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from rlcore import _torch_private
 from rlcore.device import Device
 from rlcore.engines.sampling.prompts import MultimodalPrompt
+from rlcore.engines.sampling.replica import version_bounds
 from rlcore.engines.sampling.vllm import ascend
 from rlcore.engines.sampling.vllm.interfaces import (
     VllmAllocation,
@@ -31,11 +31,9 @@ from rlcore.engines.sampling.vllm.interfaces import (
 )
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 from rlcore.process.guard import FAMILY
-
-_log = logging.getLogger(__name__)
+from rlcore.process.socket_address import MOST_BYTES
 
 OLDEST, NEWEST = (0, 26), (0, 33)
-_MOST_SOCKET_BYTES = 107  # unix(7), without the zero at the end
 
 # Defaults that the user's own environment overrides. Nothing is sent to vLLM's makers.
 _ENVIRONMENT = {
@@ -87,24 +85,8 @@ def routed_experts(sampled: Any) -> Tensor | None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a version that is older than rlcore knows, and warn of a newer one: most go on as the last one did.
-
-    Raises:
-        UnsupportedError: the version is too old, or is not written as one.
-    """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-    if found is None or (int(found[1]), int(found[2])) < OLDEST:
-        raise UnsupportedError(
-            f"vLLM {version}",
-            f"the vllm executor knows {oldest} to {newest}; run: pip install 'vllm>={oldest},<={newest}.99'",
-        )
-    if (int(found[1]), int(found[2])) > NEWEST:
-        _log.warning(
-            "vLLM %s is newer than what rlcore was checked against, %s to %s; if something fails in it, run: "
-            "pip install 'vllm<=%s.99'",
-            version, oldest, newest, newest,
-        )  # fmt: skip
+    """Check the version of vLLM as ``version_bounds.check_version`` does, with the bounds above."""
+    version_bounds.check_version("vLLM", version, OLDEST, NEWEST)
 
 
 def check_platform(device: Device) -> None:
@@ -202,7 +184,7 @@ def _sockets_in(folder: str) -> dict[str, str]:
     Without it, a killed process would leave its sockets in the temporary folder.
     """
     longest = os.path.join(folder, str(uuid.uuid4()))
-    return {"VLLM_RPC_BASE_PATH": folder} if folder and len(os.fsencode(longest)) <= _MOST_SOCKET_BYTES else {}
+    return {"VLLM_RPC_BASE_PATH": folder} if folder and len(os.fsencode(longest)) <= MOST_BYTES else {}
 
 
 def _set_rendezvous_folder(folder: str) -> None:

@@ -6,6 +6,10 @@ checkpoint tells them apart: it leaves padding unwritten too.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
+from torch import Tensor
+
 from rlcore.engines.weight_sync.planning.dispatch_trace import FromWeight
 from rlcore.engines.weight_sync.planning.loader_trace import LoaderTrace, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import describe
@@ -22,8 +26,7 @@ def missing_part(trace: LoaderTrace, target: Target) -> str:
         if trace.failures:  # it may be these that would fill the rest
             return ""
         return f"{_told(trace, trace.unwritten)}, and the engine has no checkpoint to show that none should"
-    views = [WeightView(name, tensor, tensor) for name, tensor in checkpoint.items()]
-    own = trace_loader(*target.meta_model(), describe(views, 1).manifest)
+    own = checkpoint_trace(target, checkpoint)
     padding = {one.name: one.numel for one in own.untouched} | own.unwritten
     short = {name: count for name, count in trace.unwritten.items() if count > padding.get(name, 0)}
     if not short:
@@ -32,6 +35,14 @@ def missing_part(trace: LoaderTrace, target: Target) -> str:
     absent = [name for name in _weights_into(own, next(iter(short))) if name not in given]
     lacked = f" by {absent[0]!r}, which the trainer lacks" if absent else ""
     return f"{_told(trace, short)}; the engine's own checkpoint fills them{lacked}"
+
+
+def checkpoint_trace(
+    target: Target, checkpoint: Mapping[str, Tensor], live: Container[str] | None = None
+) -> LoaderTrace:
+    """Return what an engine's loader does with the weights of the engine's own checkpoint; see ``trace_loader``."""
+    views = [WeightView(name, tensor, tensor) for name, tensor in checkpoint.items()]
+    return trace_loader(*target.meta_model(), describe(views, 1).manifest, live)
 
 
 def _told(trace: LoaderTrace, short: dict[str, int]) -> str:
