@@ -191,7 +191,7 @@ def _weighted(batch: Batch, options: StepOptions) -> RankBatch:
 
 
 def step_options(max_tokens: int) -> StepOptions:
-    """Return the options of a step with micro-batches of so many tokens; the others change no memory."""
+    """Return the options of a step whose micro-batches have at most so many tokens."""
     return StepOptions(max_tokens_per_micro_batch=max_tokens, max_grad_norm=1.0, temperature=1.0, with_entropy=True)
 
 
