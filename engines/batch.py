@@ -30,6 +30,9 @@ from rlcore.sequence_input import SequenceInput, joined_inputs
 
 Batch = Mapping[str, Tensor | SequenceInput]
 
+LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask", ROUTES)
+"""The entries that scoring takes: the tokens, and which of them count."""
+
 
 @takes("collate()", outputs=LIST)
 def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, Any]:

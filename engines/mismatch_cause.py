@@ -47,7 +47,7 @@ def _cause(metrics: Mapping[str, float], packed: Mapping[str, Tensor], module: n
                 f"the tokens were sampled from versions {int(sampled.min())} to {int(sampled.max())} of the weights; "
                 "bound the staleness, or use decoupled_ppo"
             )
-    if routers_of(module) and ROUTES not in packed:
+    if ROUTES not in packed and routers_of(module):
         return (
             "tokens go to other experts than in the sampler; build it with enable_return_routed_experts=True, and the "
             "trainer replays them"

@@ -96,8 +96,8 @@ def init(
     if debug is not None:
         os.environ["RLCORE_DEBUG"] = Settings.from_env({"RLCORE_DEBUG": debug}).debug
     if trace is not None and spans.recorder is None:
-        spans.start(Path(trace), records_kernels=trace_kernels)
-        atexit.register(_report_trace, spans.start(Path(trace)).folder, os.getpid())
+        folder = spans.start(Path(trace), records_kernels=trace_kernels).folder
+        atexit.register(_report_trace, folder, os.getpid())
     _current = runtime
     return runtime
 

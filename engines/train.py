@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
-from rlcore.engines.batch import Batch, check_values, loss_mask_of, padded, separated, to_packed
+from rlcore.engines.batch import LAYOUT, Batch, check_values, loss_mask_of, padded, separated, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
@@ -39,7 +39,6 @@ from rlcore.kernels.losses.token_weights import token_weights as make_token_weig
 from rlcore.nn import TrainModule
 from rlcore.parallel_plans import Sizes
 from rlcore.routing.replay import check_routes
-from rlcore.routing.routers import ROUTES
 from rlcore.sequence_input import SequenceInput
 from rlcore.types import SyncReport
 from rlcore.weights.adapters import adapted_layers, check_adapters
@@ -377,7 +376,7 @@ class TrainEngine(CheckpointedEngine):
         """
         self._require("weights", "forward_logprobs()")
         tensors, given = separated(batch)
-        packed = to_packed({name: tensors[name] for name in _LAYOUT if name in tensors})
+        packed = to_packed({name: tensors[name] for name in LAYOUT if name in tensors})
         options = ScoreOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             temperature=temperature,
@@ -516,9 +515,6 @@ class TrainEngine(CheckpointedEngine):
         self._num_changes += 1
         self._call(TrainExecutor.load_state_dict, state)
         self._residency.set("weights", State.LOADED)
-
-
-_LAYOUT = ("input_ids", "attention_mask", "cu_seqlens", "loss_mask", ROUTES)
 
 
 def _check_module(module: TrainModule) -> None:

@@ -74,7 +74,7 @@ class VocabularyShard:
                 different numbers of rows, or none has a token.
         """
         sizes = [torch.full((1,), size, device=device) for size in (vocab_size, num_rows)]
-        sizes_G2 = _gathered(torch.cat(sizes), group)
+        sizes_G2 = gathered(torch.cat(sizes), group)
         if not is_checked_on_device(sizes_G2):
             vocab_sizes, numbers = sizes_G2.T.tolist()
             if len(set(numbers)) > 1:
@@ -113,7 +113,7 @@ class VocabularyShard:
 
         ``total`` and ``peak`` are those that belong to this rank's exponentials.
         """
-        parts_GTS = _gathered(parts_TS, self.group)
+        parts_GTS = gathered(parts_TS, self.group)
         peak_GT, total_GT, chosen_GT, *others_GT = parts_GTS.unbind(2)
         count = len(others_GT) - len(row_stats)
         moment_GT, numbers_GT = others_GT[:count], others_GT[count:]
@@ -176,7 +176,7 @@ class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, shard: VocabularyShard) -> Tensor:
         ctx.own_rows = shard.own_rows
-        return _gathered(hidden_TH, shard.group).flatten(0, 1)
+        return gathered(hidden_TH, shard.group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable
@@ -222,7 +222,7 @@ def _reference(peak_T: Tensor) -> Tensor:
     return peak_T.masked_fill(peak_T == -math.inf, 0.0)
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return [G, ...]: ``x`` of every rank."""
     parts = x.new_empty((group.size(), *x.shape))
     dist.all_gather([*parts.unbind()], x.contiguous(), group=group)

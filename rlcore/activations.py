@@ -96,8 +96,5 @@ def _keep(found: dict[str, Tensor], part: str, module: nn.Module, args: Any, out
 
 def last_logits(hidden_TH: Tensor, head: Any) -> Tensor:
     """Return the logits [1, V] of the last token, in the dtype of the weights."""
-    logits: Tensor = torch.nn.functional.linear(hidden_TH[-1:].to(head.weight.dtype), head.weight, head.bias)
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    scaled: Tensor = logits * head.logit_scale
-    return scaled
+    logits: Tensor = head.form(torch.nn.functional.linear(hidden_TH[-1:].to(head.weight.dtype), head.weight, head.bias))
+    return logits

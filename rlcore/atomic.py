@@ -41,6 +41,24 @@ def write_file(path: Path, data: bytes) -> None:
     sync_to_disk(path.parent)
 
 
+def append_to_file(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if it is not there; it is on disk when this returns.
+
+    Raises:
+        OSError: it could not be written (disk full); the file is as it was.
+    """
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while data:  # a full disk takes a part, and fails at the rest
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):  # a device has no size
+                file.truncate(size)
+            raise
+
+
 def exchange(one: Path, other: Path) -> bool:
     """Let two files or folders change places in one step; return False where that is not possible."""
     try:

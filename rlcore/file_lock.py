@@ -20,7 +20,7 @@ def share(descriptor: int) -> None:
 
 
 def take(descriptor: int) -> bool | None:
-    """Hold a file alone, if nobody else holds it. The descriptor must be open for writing.
+    """Hold a file or a folder alone, if nobody else holds it. The descriptor of a file must be open for writing.
 
     Returns:
         True; or False if somebody holds it; or None if the file system has no locks.

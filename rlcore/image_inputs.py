@@ -9,6 +9,7 @@ Letters: L tokens of a sequence, P tokens that stand for images.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -252,7 +253,12 @@ def prepared(
 
 
 def _arguments(base: Any) -> Mapping[str, object]:
-    return inspect.signature(type(base).forward).parameters
+    return _parameters(type(base).forward)
+
+
+@functools.cache
+def _parameters(forward: Any) -> Mapping[str, object]:
+    return inspect.signature(forward).parameters
 
 
 def _found(place_P: Tensor) -> str:

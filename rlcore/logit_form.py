@@ -209,12 +209,12 @@ def _known_states(model: Any, decoder: nn.Module, states_1TH: Tensor) -> Iterato
     def decode(*args: Any, **options: Any) -> _DecoderOutput:
         return _DecoderOutput(last_hidden_state=states_1TH)
 
-    with _answering(inputs, embed), _answering(decoder, decode):
+    with answering(inputs, embed), answering(decoder, decode):
         yield
 
 
 @contextlib.contextmanager
-def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``forward`` runs in the place of the module's own."""
     own = vars(module).get("forward")
     module.forward = forward

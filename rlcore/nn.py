@@ -85,6 +85,10 @@ class OutputHead(NamedTuple):
     group: ProcessGroup | None = None
     """The ranks that have the rows of the weight among them (tensor parallelism): ``weight`` is then this rank's."""
 
+    @property
+    def form(self) -> LogitForm:
+        return LogitForm(self.softcap, self.logit_scale)
+
 
 class TrainModule(nn.Module):
     """The members that a train engine needs. ``HuggingFaceTrainModule`` implements all of them for transformers."""
@@ -238,7 +242,7 @@ class HuggingFaceTrainModule(TrainModule):
         from rlcore.packed.images import PackedImages
 
         decoder = self.get_decoder()  # type: ignore[operator]
-        images = PackedImages.of(ImageInputs.of(self), batch)
+        images = PackedImages.of(self, batch)
         return packed_hidden_states(decoder, batch["input_ids"], batch["cu_seqlens"], images=images)
 
     def prepare_inputs(self, packed: Batch, inputs: Mapping[str, SequenceInput]) -> Mapping[str, SequenceInput]:

@@ -187,7 +187,8 @@ def split(model: Any, meshes: Meshes) -> list[nn.Module]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     modules = dict(model.named_modules())
-    for rules, mesh in zip(_rules(model, sizes), meshes, strict=True):
+    tensor, experts = _rules(model, sizes)
+    for rules, mesh in ((tensor, meshes.tensor), (experts, meshes.experts)):
         for name, style in rules.parameters.items():
             path, _, leaf = name.rpartition(".")
             registry[style].shard_param(modules[path], leaf, mesh)
@@ -201,7 +202,7 @@ def split(model: Any, meshes: Meshes) -> list[nn.Module]:
     for first, *others in names.values():
         _tie(modules, first, others)
     split_heads(model.get_decoder(), sizes.tensor)
-    return [modules[path] for path, style in _rules(model, sizes)[1].modules.items() if style == _DISPATCH]
+    return [modules[path] for path, style in experts.modules.items() if style == _DISPATCH]
 
 
 def _tie(modules: Mapping[str, nn.Module], first: str, others: list[str]) -> None:

@@ -19,6 +19,8 @@ _PREFIX = "RLCORE_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _DEBUG_MODES = ("", "1", "pdb")
+TRACE_FILES = "spans-*.jsonl"
+"""The files in the folder of ``Settings.trace``, one of each process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,9 @@ from typing import Any, Final, Literal, Self
 
 import msgspec
 
-from rlcore.errors import InvalidInputError
-from rlcore.settings import traced
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.process import status
+from rlcore.settings import TRACE_FILES, traced
 
 SCHEMA: Final = "rlcore.trace/1"
 Kind = Literal["program", "call", "worker"]
@@ -40,7 +41,7 @@ class Recorder:
 
     def __init__(self, folder: Path, *, records_kernels: bool = False) -> None:
         self.folder, self.records_kernels = folder, records_kernels
-        name = f"spans-{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}.jsonl"
+        name = TRACE_FILES.replace("*", f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -137,7 +138,7 @@ def span(name: str, **facts: Any) -> OpenSpan | _NoSpan:
 
 
 def call_span(name: str, **facts: Any) -> OpenSpan | _NoSpan:
-    """As ``span``, for what the program asks of an engine."""
+    """Name what the program asks of an engine, as ``span`` names what it does."""
     return NO_SPAN if recorder is None else OpenSpan(recorder, name, facts, "call")
 
 
@@ -170,8 +171,8 @@ def start(folder: Path, *, records_kernels: bool = False) -> Recorder:
 
 def boot_id() -> str:
     """Return the name of this start of the host's kernel: processes that have the same share CLOCK_MONOTONIC."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError, UnsupportedError):
+        return status.boot_id()
     return socket.gethostname()
 
 

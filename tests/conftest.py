@@ -30,6 +30,13 @@ pytest_plugins = ["tests.summary", "tests.hosts"]
 _PATCHED = {bool, int, float, str, type, types.FunctionType}
 """Of what modules hold: constants, classes and functions. Those whose names begin with "__" torch's compiler adds."""
 
+_WITHOUT = {
+    "vllm": "needs vLLM, on a GPU or its build for the CPU; docs/vllm.md says how to run these",
+    "sglang": "needs SGLang; docs/sglang.md says how to run these",
+    "ray": "needs Ray; run: pip install 'rlcore[ray]'",
+}
+"""Why a test is skipped that has the marker of a package which is not installed."""
+
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -118,12 +125,9 @@ def _fail(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM, on a GPU or its build for the CPU; docs/vllm.md says how to run these")
-    if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
-        pytest.skip("needs SGLang; docs/sglang.md says how to run these")
-    if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
-        pytest.skip("needs Ray; run: pip install 'rlcore[ray]'")
+    for package, reason in _WITHOUT.items():
+        if item.get_closest_marker(package) and importlib.util.find_spec(package) is None:
+            pytest.skip(reason)
     if item.get_closest_marker("hosts"):
         from tests.hosts import why_no_hosts
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
 import pytest
 
 from rlcore import atomic
-from rlcore.atomic import is_special, remove_unfinished, write_file
+from rlcore.atomic import append_to_file, is_special, remove_unfinished, write_file
 from rlcore.file_lock import let_go, take
 
 
@@ -43,6 +44,30 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_then_the_name_is(
     monkeypatch.setattr(os, "replace", rename)
     write_file(tmp_path / "file", b"all of it")
     assert done == ["flush all of it", "rename", "flush the folder"]
+
+
+@pytest.mark.parametrize("before", [None, b"before\n"])
+def test_what_a_full_disk_took_of_an_append_is_undone(tmp_path: Path, before: bytes | None) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    size = len(before or b"")
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            append_to_file(path, b"a line that does not fit\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == (before or b"")
+    append_to_file(path, b"a line that fits\n")
+    assert path.read_bytes() == (before or b"") + b"a line that fits\n"
+
+
+def test_an_append_to_a_full_device_says_that_it_is_full() -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        append_to_file(Path("/dev/full"), b"data")
 
 
 def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.models import QWEN_0_5B, TINY, Drawn, ModelShape, packed_batch, transformers_class
+from rlcore.bench.cases.models import QWEN_0_5B, TINY, ModelShape, packed_batch, transformers_class
 from rlcore.bench.cases.models import policy as make_policy
+from rlcore.bench.cases.training import sharded
 from rlcore.bench.cases.workers import BenchWorker, worker_processes
 from rlcore.device import Device
 from rlcore.engines.train import TrainEngine
@@ -32,6 +33,8 @@ from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.meta import meta_device
 
 _NUM_DEVICES = 2
+_LONGEST = 131_072
+_CLIP_LOW, _CLIP_HIGH = 0.2, 0.28
 _STEPS = 2
 """After one that warms up."""
 _ROWS = 4096
@@ -76,9 +79,7 @@ def _timed(step: Callable[[], float], reset_peak: Callable[[], object]) -> tuple
 
 def _engine_steps(options: Mapping[str, int], job: _Job) -> _Taken:
     """Take the steps of an engine with these sizes of ``build()``."""
-    number = 1
-    for size in options.values():
-        number *= size
+    number = math.prod(options.values())
     engine = TrainEngine(make_policy(job.model, job.compute_dtype, job.device_type))
     engine.build(
         devices=[f"{job.device_type}:{index}" for index in range(number)],
@@ -87,7 +88,7 @@ def _engine_steps(options: Mapping[str, int], job: _Job) -> _Taken:
         timeout_s=_TIMEOUT_S,
         **options,
     )
-    batch, loss = _batch(job), ppo_clip(clip_low=0.2, clip_high=0.28)
+    batch, loss = _batch(job), ppo_clip(clip_low=_CLIP_LOW, clip_high=_CLIP_HIGH)
     with engine:
         found = _timed(
             lambda: engine.train_batch(batch, loss, max_tokens_per_micro_batch=job.tokens)["loss"],
@@ -119,7 +120,8 @@ def _ppo(  # noqa: PLR0917  # checkpoint passes them on by place
 ) -> Tensor:
     logits = nn.functional.linear(hidden, weight).float()
     ratio = (-nn.functional.cross_entropy(logits, targets, reduction="none") - old).exp()
-    gain: Tensor = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    clipped = ratio.clamp(1 - _CLIP_LOW, 1 + _CLIP_HIGH)
+    gain: Tensor = torch.minimum(ratio * advantage, clipped * advantage)
     return -(share * gain).sum()
 
 
@@ -171,22 +173,9 @@ class _Ring(BenchWorker):
         with meta_device():
             model = transformers_class("Qwen2ForCausalLM")._from_config(job.model.config())
         model.config._attn_implementation_internal = "rlcore_bench_ring"
-        weights = Drawn(model, job.compute_dtype, self.device.type)
-        policy = MixedPrecisionPolicy(param_dtype=job.compute_dtype, reduce_dtype=torch.float32)
         for block in model.model.layers:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            fully_shard(block, mesh=self._mesh, mp_policy=policy)
-        scored = _Scored(model.float())
-        fully_shard(scored, mesh=self._mesh, mp_policy=policy)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
-        scored.to_empty(device=self.device.torch_device)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-            for name, parameter in model.named_parameters():
-                own = weights[name][...].float().chunk(dist.get_world_size())[dist.get_rank()]
-                parameter.to_local().copy_(own)
-        return scored, torch.optim.AdamW(scored.parameters(), lr=1e-6, fused=True)
+        return sharded(model, _Scored, job.compute_dtype, self.device, self._mesh)
 
 
 def _ring_steps(job: _Job) -> _Taken:
@@ -229,10 +218,7 @@ def _prepare(tokens: int, device: Device) -> Work:
         )
 
     def engine(name: str, **options: int) -> Contender:
-        number = 1
-        for size in options.values():
-            number *= size
-        return contender(name, functools.partial(_engine_steps, options), number)
+        return contender(name, functools.partial(_engine_steps, options), math.prod(options.values()))
 
     contenders = [engine("engine, Ulysses", sequence_parallel_size=_NUM_DEVICES)]
     if not is_host:  # torch's ring attention has no kernel of a host
@@ -250,8 +236,6 @@ def _prepare(tokens: int, device: Device) -> Work:
     }
     return Work(tuple(contenders), params, num_runs=1)
 
-
-_LONGEST = 131_072
 
 cases = tuple(
     Case(

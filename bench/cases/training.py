@@ -141,6 +141,33 @@ class _PackedLogits(nn.Module):
         return logits
 
 
+def sharded(
+    model: Any, scored_class: Callable[[Any], nn.Module], dtype: torch.dtype, device: Device, mesh: Any = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model on the meta device by FSDP2, give it its weights, and return it with its optimizer.
+
+    Args:
+        scored_class: the module around the model that a loop calls.
+        dtype: the dtype that the model computes in; its parameters are float32.
+        mesh: a mesh of all ranks; None is torch's own.
+    """
+    weights = Drawn(model, dtype, device.type)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    scored = scored_class(model.float())
+    fully_shard(scored, mesh=mesh, mp_policy=policy)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
+    scored.to_empty(device=device.torch_device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        for name, parameter in model.named_parameters():
+            whole = weights[name][...].float()
+            parameter.to_local().copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
+    return scored, torch.optim.AdamW(scored.parameters(), lr=1e-6, fused=True)
+
+
 def _ppo(logits_TV: Tensor, tokens: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     all_TV = logits_TV.float().log_softmax(-1)
     logprob_T = all_TV.gather(1, tokens["targets"][:, None]).squeeze(1)
@@ -183,26 +210,12 @@ class _Plain(BenchWorker):
         self.context.process_group(_TIMEOUT_S)
         with meta_device():
             model = transformers_class("Qwen2ForCausalLM")._from_config(job.dense.config())
-        weights = Drawn(model, job.compute_dtype, self.device.type)
-        policy = MixedPrecisionPolicy(param_dtype=job.compute_dtype, reduce_dtype=torch.float32)
         for block in model.model.layers:
             if job.recomputes:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
             if job.compiles:
                 block.forward = torch.compile(block.forward)
-            fully_shard(block, mp_policy=policy)
-        scored = _PackedLogits(model.float())
-        fully_shard(scored, mp_policy=policy)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
-        scored.to_empty(device=self.device.torch_device)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-            for name, parameter in model.named_parameters():
-                whole = weights[name][...].float()
-                local = parameter.to_local()
-                local.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
-        return scored, torch.optim.AdamW(scored.parameters(), lr=1e-6, fused=True)
+        return sharded(model, _PackedLogits, job.compute_dtype, self.device)
 
     def _tokens(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's share of the batch, on its device; ``cu_seqlens`` stays on the host."""

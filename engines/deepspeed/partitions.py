@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rlcore.engines.executors.materialize import SourceReader
+from rlcore.engines.executors.own_mesh import own_mesh
 from rlcore.nn import TrainModule
 from rlcore.weights.source import WeightSource
 from rlcore.weights.view import GATHER, Adapters, WeightPart, WeightView
@@ -38,9 +39,7 @@ class Partitions:
         self._flat: dict[int, tuple[Tensor, Tensor]] = {}
         self._mesh: DeviceMesh | None = None
         if config is not None and dist.get_world_size() > 1:
-            # torch takes meshes of one shape and one set of names for equal, also those of other engines
-            names = (f"zero_{dist.group.WORLD.group_name}",)  # type: ignore[union-attr]
-            self._mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=names)
+            self._mesh = own_mesh(device.type, {"zero": dist.get_world_size()})
 
     def place(self, parameter: nn.Parameter) -> None:
         """Partition a whole parameter: this rank keeps its chunk. All ranks call it for the same one.

@@ -27,9 +27,10 @@ from rlcore.kernels.linear.loss import linear_loss
 from rlcore.kernels.losses.interface import LossFn, sequence_level
 from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
+from rlcore.kernels.vocab_shard import gathered
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
 from rlcore.routing.replay import replaying
-from rlcore.routing.routers import ROUTES, routers_of
+from rlcore.routing.routers import ROUTES, Router, routers_of
 
 _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
@@ -97,10 +98,11 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 
 
 def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
-    metrics, phase = _Metrics.of(strategy, batch), strategy.device.profiler.range
+    routers, phase = _routers(strategy, batch), strategy.device.profiler.range
+    metrics = _Metrics.of(strategy, batch, routers)
     watched = metrics.watching(loss_fn)
     for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
-        with _replaying(strategy.module, micro_batch):  # the backward may compute blocks again
+        with _replaying(routers, micro_batch):  # the backward may compute blocks again
             with phase("train_batch: forward and loss"):
                 loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
             with phase("train_batch: backward"):
@@ -109,8 +111,13 @@ def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, o
     return metrics
 
 
-def _replaying(module: TrainModule, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-    return replaying(module, micro_batch.routes, micro_batch.tokens["cu_seqlens"])
+def _routers(strategy: ShardingStrategy, batch: RankBatch) -> list[Router]:
+    """Return the routers that replay the routes of a batch; none if it has no routes."""
+    return routers_of(strategy.module) if ROUTES in batch.packed else []
+
+
+def _replaying(routers: list[Router], micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    return replaying(routers, micro_batch.routes, micro_batch.tokens["cu_seqlens"])
 
 
 def _trained(strategy: ShardingStrategy, batch: RankBatch, options: LossOptions) -> Iterator[MicroBatch]:
@@ -157,11 +164,12 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    metrics, phase = _Metrics.of(strategy, batch), strategy.device.profiler.range
+    routers, phase = _routers(strategy, batch), strategy.device.profiler.range
+    metrics = _Metrics.of(strategy, batch, routers)
     watched = metrics.watching(loss_fn)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in _trained(strategy, batch, options):
-            with phase("eval_batch: forward and loss"), _replaying(strategy.module, micro_batch):
+            with phase("eval_batch: forward and loss"), _replaying(routers, micro_batch):
                 loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
             metrics.add(loss, stats, weight, micro_batch.routes)
     return _begin_reading(metrics.joined(strategy.num_alike), strategy.device)()
@@ -177,11 +185,11 @@ class _Metrics:
     expert_load: ExpertLoad | None = None
 
     @staticmethod
-    def of(strategy: ShardingStrategy, batch: RankBatch) -> _Metrics:
+    def of(strategy: ShardingStrategy, batch: RankBatch, routers: list[Router]) -> _Metrics:
         """Return those of a batch: with the sampler's mismatch and the load of experts if it has their entries."""
         device = strategy.device.torch_device
         mismatch = Mismatch(device) if has_sampler_logprobs(batch.packed) else None
-        load = ExpertLoad(routers_of(strategy.module), device) if ROUTES in batch.packed else None
+        load = ExpertLoad(routers, device) if ROUTES in batch.packed else None
         return _Metrics(mismatch=mismatch, expert_load=load)
 
     def watching(self, loss_fn: LossFn) -> LossFn:
@@ -224,13 +232,13 @@ def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
 @torch.no_grad()
 def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -> Tensor:
     """Return the log-probability [T] float32, on the host, of every scored token of the whole batch; 0 elsewhere."""
-    device = strategy.device.torch_device
+    routers, device = _routers(strategy, batch), strategy.device.torch_device
     logprob_T = torch.zeros(batch.num_tokens, device=device)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, device):
             with strategy.device.profiler.range("forward_logprobs: forward"):
                 (position_S,) = on_device([batch.positions_T[micro_batch.positions_S]], device)
-                with _replaying(strategy.module, micro_batch):
+                with _replaying(routers, micro_batch):
                     logprob_S, _ = strategy.forward(partial(_logprobs, strategy.module, micro_batch, options))
                 logprob_T[position_S] = logprob_S.float()
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -251,23 +259,25 @@ def _logprobs(module: TrainModule, micro_batch: MicroBatch, options: ScoreOption
 
 
 def _restricted(hidden_SH: Tensor, targets_S: Tensor, head: OutputHead, options: ScoreOptions) -> Iterator[Tensor]:
+    sizes = _vocabulary_sizes(head)
     for hidden, targets in zip(torch.split(hidden_SH, _ROWS), torch.split(targets_S, _ROWS), strict=True):
-        logits = _whole_rows(torch.nn.functional.linear(hidden, head.weight, head.bias).float(), head)
-        if head.softcap is not None:
-            logits = head.softcap * torch.tanh(logits / head.softcap)
-        logits = logits * head.logit_scale
+        product = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        logits = head.form(product if head.group is None else _whole_rows(product, sizes, head.group))
         keep = keep_mask(logits, temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
         yield token_logprob(logits, targets, temperature=options.temperature, keep_mask=keep).logprob
 
 
-def _whole_rows(logits: Tensor, head: OutputHead) -> Tensor:
-    """Return the logits of all tokens, of which each rank of the head's group has some."""
+def _vocabulary_sizes(head: OutputHead) -> list[int]:
+    """Return how many tokens each rank of the head's group has; this waits for the device. Empty without a group."""
     if head.group is None:
-        return logits
-    sizes = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(head.group.size())]
-    dist.all_gather(sizes, torch.full_like(sizes[0], logits.shape[1]), group=head.group)
-    most = int(torch.stack(sizes).max())
-    even = torch.nn.functional.pad(logits, (0, most - logits.shape[1]))
-    parts = [torch.empty_like(even) for _ in sizes]
-    dist.all_gather(parts, even, group=head.group)
-    return torch.cat([part[:, :size] for part, size in zip(parts, map(int, sizes), strict=True)], dim=1)
+        return []
+    own = torch.full((1,), len(head.weight), device=head.weight.device)
+    sizes: list[int] = gathered(own, head.group).flatten().tolist()
+    return sizes
+
+
+def _whole_rows(product: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Return the columns of all ranks of a group, which have so many each."""
+    even = torch.nn.functional.pad(product, (0, max(sizes) - product.shape[1]))
+    parts = gathered(even, group)
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)

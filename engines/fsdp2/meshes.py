@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from rlcore.engines.executors.own_mesh import own_mesh
 from rlcore.packed.sequence_parallel import SequenceGroup
 from rlcore.parallel_plans import Meshes
 
 
 class RankMeshes(NamedTuple):
-    """As one rank sees them."""
+    """They are the meshes of all ranks, as one rank sees them."""
 
     fsdp: DeviceMesh
     """One dimension, or two with replicas (HSDP)."""
@@ -34,37 +34,27 @@ class RankMeshes(NamedTuple):
 def rank_meshes(device_type: str, size: int, *, replicas: int, tensor: int, experts: int) -> RankMeshes:
     """Make the meshes of ``size`` ranks; all call it together."""
     if tensor == experts == 1:
-        mesh = _mesh(device_type, {"replicate": replicas, "shard": size // replicas})
+        mesh = own_mesh(device_type, {"replicate": replicas, "shard": size // replicas})
         fsdp = _fsdp(mesh, replicas)
         return RankMeshes(fsdp, fsdp, None)
-    dense = _mesh(device_type, {"replicate": replicas, "shard": size // replicas // tensor, "tensor": tensor})
-    expert = _mesh(device_type, {"replicate": replicas, "shard": size // replicas // experts, "expert": experts})
-    names = dense.mesh_dim_names, expert.mesh_dim_names
-    assert names[0] is not None and names[1] is not None
-    split = Meshes(dense[names[0][2]], expert[names[1][2]])
+    dense = own_mesh(device_type, {"replicate": replicas, "shard": size // replicas // tensor, "tensor": tensor})
+    expert = own_mesh(device_type, {"replicate": replicas, "shard": size // replicas // experts, "expert": experts})
+    split = Meshes(_part(dense, 2), _part(expert, 2))
     return RankMeshes(_fsdp(dense, replicas), _fsdp(expert, replicas), split)
 
 
 def sequence_group(device_type: str, size: int, *, sequences: int, tensor: int) -> SequenceGroup:
     """Return the ranks that share sequences with this one; all call it together."""
-    mesh = _mesh(device_type, {"data": size // sequences // tensor, "sequence": sequences, "alike": tensor})
+    mesh = own_mesh(device_type, {"data": size // sequences // tensor, "sequence": sequences, "alike": tensor})
     return SequenceGroup(mesh.get_group(1))
 
 
 def _fsdp(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
-    assert mesh.mesh_dim_names is not None
-    replicate, shard = mesh.mesh_dim_names[:2]
-    if replicas == 1:
-        return mesh[shard]
-    return mesh if mesh.ndim == 2 else mesh[replicate, shard]
+    return _part(mesh, 1) if replicas == 1 else _part(mesh, 0, 1)
 
 
-def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return a mesh of this engine's own.
-
-    torch takes meshes of one shape and one set of names for equal, and caches results of operations with their mesh:
-    the mesh of another engine in this process, whose groups may be gone, would come back.
-    """
-    world = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    names = tuple(f"{name}_{world}" for name in sizes)
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names)
+def _part(mesh: DeviceMesh, *dims: int) -> DeviceMesh:
+    """Return the mesh of some dimensions; of all of them, in order, ``mesh`` itself."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    return mesh[tuple(names[dim] for dim in dims)]

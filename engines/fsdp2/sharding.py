@@ -122,7 +122,7 @@ def shard(
         The ranks that share the rows of ``hidden_states``; None where each rank has rows of its own.
     """
     retype(module, options.torch_dtype, options.torch_compute_dtype)
-    blocks = _blocks(module)
+    blocks = blocks_of(module)
     if options.compute_dtype == "float8":
         use_float8(blocks.values(), device)
     is_alone = size == 1 and options.torch_compute_dtype != options.torch_dtype
@@ -174,7 +174,7 @@ def _compute_alone(module: TrainModule, options: Sharding) -> None:
         replace_method(module, name, computing)
 
 
-def _blocks(module: TrainModule) -> dict[str, nn.Module]:
+def blocks_of(module: TrainModule) -> dict[str, nn.Module]:
     """Return the blocks by name, the outermost first."""
     classes = set(module.wrap_classes())
     return {name: block for name, block in module.named_modules() if name and type(block).__name__ in classes}

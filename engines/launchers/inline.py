@@ -146,6 +146,8 @@ def _free_frames(error: BaseException | None) -> None:
 
     A debugger that steps into the error still sees them, under RLCORE_DEBUG=pdb.
     """
-    while error is not None and Settings.from_env().debug != "pdb":
+    if Settings.from_env().debug == "pdb":
+        return
+    while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

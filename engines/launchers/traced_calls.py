@@ -1,6 +1,6 @@
-"""Calls in a trace: on the side of the engine with their results, in the worker's process with its device.
+"""A trace has each call twice: of the engine, with the results, and of the worker's process, with its device.
 
-It is imported when a program is traced (``rlcore.spans``).
+This module is imported when a program is traced (``rlcore.spans``).
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.executors.worker import MemoryReport
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan.allocator import PlannedMemoryError
-from rlcore.engines.memory_plan.trainer import PlannedTrainer, batch_of
+from rlcore.engines.memory_plan.trainer import PlannedTrainer, batch_of, score_options, step_options
 from rlcore.errors import one_line
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.nn import TrainModule
@@ -102,11 +101,10 @@ def _run(module: TrainModule, sharding: Sharding, device: PlannedDevice, failed:
     lengths, most = sorted(failed.lengths, reverse=True), failed.max_tokens
     chosen = [length for length, end in zip(lengths, itertools.accumulate(lengths), strict=True) if end <= most]
     batch = batch_of(chosen)
-    common: dict[str, Any] = {"max_tokens_per_micro_batch": most, "temperature": 1.0}
     if not failed.trains:
-        trainer.score(batch, ScoreOptions(**common, top_p=1.0, top_k=-1))
+        trainer.score(batch, score_options(most))
         return
     trainer.make_optimizer_state()
     if len(chosen) < len(lengths):
         trainer.make_gradients()
-    trainer.train(batch, ppo_clip(), StepOptions(**common, max_grad_norm=1.0, with_entropy=True))
+    trainer.train(batch, ppo_clip(), step_options(most))

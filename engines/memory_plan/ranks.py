@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from rlcore.engines.fsdp2.gather_groups import gather_groups
-from rlcore.engines.fsdp2.sharding import Sharding
+from rlcore.engines.fsdp2.sharding import Sharding, blocks_of
 from rlcore.nn import TrainModule
 
 _REDUCED_BYTES = 4
@@ -42,10 +42,8 @@ def gathered(module: TrainModule, sharding: Sharding, shards: int) -> GatheredBy
     Args:
         shards: the ranks over which the module is cut.
     """
-    classes = set(module.wrap_classes())
-    blocks = {name: block for name, block in module.named_modules() if name and type(block).__name__ in classes}
     dtype = sharding.torch_compute_dtype
-    groups = gather_groups(module, blocks, dtype, sharding.gather_bytes)
+    groups = gather_groups(module, blocks_of(module), dtype, sharding.gather_bytes)
     sets = [{parameter for block in group for parameter in block.parameters()} for group in groups]
     in_blocks = set().union(*sets)
     root = {parameter for parameter in module.parameters() if parameter not in in_blocks}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rlcore._torch_private import own_buffers
 from rlcore.device import Device
-from rlcore.engines.batch import loss_mask_of, to_packed
-from rlcore.engines.executors.step import evaluate, score, train_step
+from rlcore.engines.batch import LAYOUT, loss_mask_of, to_packed
+from rlcore.engines.executors.step import score, train_step
 from rlcore.engines.executors.strategy import OneDevice
 from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding, shard
@@ -122,8 +122,8 @@ class PlannedTrainer:
             buffers = own_buffers(part)
             for name, buffer in buffers.items():
                 if buffer is not None:
-                    buffers[name] = buffer.to(_META)
-                    self.ledger.add(buffer.to(_META), "weights")
+                    buffers[name] = planned = buffer.to(_META)
+                    self.ledger.add(planned, "weights")
 
     def _name_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -166,12 +166,9 @@ class PlannedTrainer:
         """Return the peak of a step of ``TrainEngine.train_batch`` with this batch."""
         return self._peak(partial(train_step, self._strategy, _weighted(batch, options), loss_fn, options))
 
-    def evaluate(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> PhasePeak:
-        return self._peak(partial(evaluate, self._strategy, _weighted(batch, options), loss_fn, options))
-
     def score(self, batch: Batch, options: ScoreOptions) -> PhasePeak:
         """Return the peak of ``TrainEngine.forward_logprobs``."""
-        packed = to_packed({name: batch[name] for name in _LAYOUT if name in batch})
+        packed = to_packed({name: batch[name] for name in LAYOUT if name in batch})
         scored = packed | {SCORED: loss_mask_of(packed)}
         (rank_batch,) = rank_batches(scored, 1, options.max_tokens_per_micro_batch)
         return self._peak(partial(score, self._strategy, rank_batch, options))
@@ -186,14 +183,20 @@ class PlannedTrainer:
         return PhasePeak(before, allocator.peak_allocated, allocator.peak_reserved, dict(ledger.at_peak), ledger.flops)
 
 
-_LAYOUT = ("input_ids", "cu_seqlens", "attention_mask", "loss_mask")
-
-
 def _weighted(batch: Batch, options: StepOptions) -> RankBatch:
     packed = to_packed(batch)
     weight_T = token_weights("token-mean", loss_mask_of(packed), cu_seqlens=packed["cu_seqlens"])
     (rank_batch,) = rank_batches(packed | {WEIGHT: weight_T}, 1, options.max_tokens_per_micro_batch)
     return rank_batch
+
+
+def step_options(max_tokens: int) -> StepOptions:
+    """Return the options of a step whose micro-batches have at most so many tokens."""
+    return StepOptions(max_tokens_per_micro_batch=max_tokens, max_grad_norm=1.0, temperature=1.0, with_entropy=True)
+
+
+def score_options(max_tokens: int) -> ScoreOptions:
+    return ScoreOptions(max_tokens_per_micro_batch=max_tokens, temperature=1.0, top_p=1.0, top_k=-1)
 
 
 def batch_of(lengths: Sequence[int], prompt_tokens: int = 0) -> dict[str, Tensor]:

@@ -192,8 +192,8 @@ class Receiver:
             self._live = self._target.tensors()
         if not self._round.is_staged:
             return self._live
-        self._require_plain("staged=True")
         if not self._staged:
+            self._require_plain("staged=True")
             self._staged = self._stage({name: self._live[name] for name in self._planning().destination_names})
         return self._staged
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore.kernels.autograd.forward_backward import ForwardBackward, Gradients, GradOutput, LogprobOutput
-from rlcore.kernels.chunks import row_chunks, rows_per_chunk
+from rlcore.kernels.chunks import joined, row_chunks, rows_per_chunk
 from rlcore.kernels.linear.head import HeadGradients, LinearHead, Needs, capped_, rounded
 from rlcore.kernels.linear.loss_in_chunks import LossProblem, SummingWork, loss_in_chunks, loss_in_two_passes
 from rlcore.kernels.linear.problem import HeadInputs, LinearHeadProblem
@@ -42,11 +42,11 @@ def _forward(
         if problem.row_stats:
             capped_TV = capped_(logits_TV, problem.softcap)
             numbers.write(chunk, row_stats_(capped_TV, rows, problem.row_stats, found.peak, found.total))
-    logprob_T, peak_T, total_T = (torch.cat([getattr(x, name) for x in parts]) for name in ("logprob", "peak", "total"))
+    logprob_T, peak_T, total_T = (joined([getattr(x, name) for x in parts]) for name in ("logprob", "peak", "total"))
     entropies = [x.entropy for x in parts if x.entropy is not None]
     return LogprobOutput(
         logprob_T,
-        torch.cat(entropies) if entropies else None,
+        joined(entropies) if entropies else None,
         (peak_T, total_T),
         row_stats=numbers.result(problem.rows),
     )

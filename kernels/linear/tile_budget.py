@@ -72,7 +72,8 @@ def free_bytes(device: torch.device) -> int | None:
     if module.is_current_stream_capturing():
         return None
     free: int = module.mem_get_info(device)[0]
-    return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    stats = module.memory_stats(device)  # once: torch flattens all of them for each number that is asked for
+    return free + int(stats.get("reserved_bytes.all.current", 0)) - int(stats.get("allocated_bytes.all.current", 0))
 
 
 def rows_fitting(budget_bytes: int, vocab_size: int, beside: int = 0) -> int:

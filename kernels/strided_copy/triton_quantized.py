@@ -143,7 +143,7 @@ def _whole_kernel(
 
 
 class TritonQuantizedCopies:
-    """One destination; sources are on its device."""
+    """It writes the rows of one destination, from sources on its device."""
 
     def __init__(self, segments: Sequence[RowSegment], sources: Sequence[Tensor], matrices: QuantizedMatrices) -> None:
         self._matrices, self._sources = matrices, sources  # keeps alive the memory that is read and written

@@ -17,6 +17,7 @@ import typer
 
 from rlcore.cli.console import given_path
 from rlcore.errors import InvalidInputError, printable
+from rlcore.settings import TRACE_FILES
 
 
 def trace(
@@ -71,7 +72,7 @@ def trace(
     program = _resolved(command or [])
     folder = output or _new_folder((command or [""])[0])
     code = _run(program, folder.absolute(), records_kernels=kernels)
-    if not any(folder.glob("spans-*.jsonl")):
+    if not any(folder.glob(TRACE_FILES)):
         raise InvalidInputError(
             f"{(command or [''])[0]} ended with exit code {code} and noted nothing: it built no engine of rlcore and "
             "entered no rlcore.span()"
@@ -114,7 +115,7 @@ def _run(command: list[str], folder: Path, *, records_kernels: bool) -> int:
     Raises:
         InvalidInputError: the folder holds a trace already, or cannot be written.
     """
-    if folder.is_dir() and any(folder.glob("spans-*.jsonl")):
+    if folder.is_dir() and any(folder.glob(TRACE_FILES)):
         raise InvalidInputError(
             f"{folder} holds a trace already; give another --output, or --report {folder} to see it"
         )

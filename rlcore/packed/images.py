@@ -40,9 +40,14 @@ class PackedImages:
     """Positions of the tokens in time, height and width; None where they count within their sequence."""
 
     @classmethod
-    def of(cls, images: ImageInputs | None, batch: Mapping[str, Tensor]) -> PackedImages | None:
-        """Return the images of a batch whose inputs ``image_inputs.prepared`` made, or None if it has no images."""
-        if images is None or not len(batch.get(PIXELS, ())):
+    def of(cls, model: Any, batch: Mapping[str, Tensor]) -> PackedImages | None:
+        """Return the images of a batch whose inputs ``image_inputs.prepared`` made, or None if it has no images.
+
+        Args:
+            model: of transformers, with its output head.
+        """
+        images = ImageInputs.of(model) if len(batch.get(PIXELS, ())) else None
+        if images is None:
             return None
         inputs = {name: batch[name] for name in images.names}
         numbers = batch[NUMBERS].tolist()
@@ -110,7 +115,7 @@ class PackedImages:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give sampled image tokens their embedding, which the model was kept from seeing."""
         embeds_NLH = kwargs["inputs_embeds"]
-        own_H = self.base.get_input_embeddings()(torch.tensor(self.token_id, device=embeds_NLH.device))
+        own_H = self.base.get_input_embeddings()(embeds_NLH.new_full((), self.token_id, dtype=torch.long))
         return args, kwargs | {"inputs_embeds": torch.where(is_stray_NL[..., None], own_H, embeds_NLH)}
 
 

@@ -105,7 +105,7 @@ def plan(
     options: Mapping[str, Any] | None = None,
     record: str | os.PathLike[str] | None = None,
 ) -> MemoryPlan:
-    """MemoryPlan a step of reinforcement learning on devices that need not be here; nothing is computed or read.
+    """Plan a step of reinforcement learning on devices that need not be here; nothing is computed or read.
 
     What is left out is looked for: the layouts that fit are compared by what they compute, then by what they move.
 
@@ -135,11 +135,11 @@ def plan(
     found, target = planned_model(model, lora=lora, optimizer=optimizer), hardware(device, memory_bytes)
     common = {"compute_dtype": "bfloat16"} if options is None else dict(options)
     _check(common, longest, prompt_tokens, max_tokens)
+    rates = None if record is None else Rates.of(record, target)
     traces = Traces(found, target, longest, prompt_tokens, common)
     wanted = _LayoutSearch(count or 1, max_tokens, recompute, replicas, tensor_parallel, _attention_heads(found))
     needs = _sampler_of(found) if sampler else None
     best, *others = _ranked(traces, wanted, needs)
-    rates = Rates.of(record, target) if record is not None else None
     if rates is not None:
         weight_bytes = 2 * found.num_parameters
         best, *others = [rates.timed(one, weight_bytes) for one in (best, *others)]
@@ -225,9 +225,9 @@ def _ranked(traces: Traces, wanted: _LayoutSearch, sampler: SamplerSize | None) 
     enough = _SEQUENCES * traces.longest
     for layouts in wanted.layouts(traces.longest):
         for layout in layouts:
-            here = list(fitting(traces, layout, sampler, enough))
-            if here:
-                found += here
+            here = fitting(traces, layout, sampler, enough)
+            if here is not None:
+                found.append(here)
                 break
         else:
             least.append(plan_step(traces, replace(layouts[-1], offload=("optimizer", "weights")), sampler))

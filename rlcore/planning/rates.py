@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlcore.bench.cases.models import QWEN_0_5B, QWEN_1_5B, QWEN_7B
-from rlcore.bench.record import CaseResult, Record, read
+from rlcore.bench.record import Record, read
 from rlcore.errors import InvalidInputError
 from rlcore.planning.hardware import Hardware
 from rlcore.planning.model import planned_model
@@ -80,19 +80,15 @@ def _step_rates(record: Record, device: Hardware) -> Iterator[float]:
         tokens = int(case.params["tokens"])
         traces = Traces(planned_model(shape.config()), device, tokens // 8, 0, {"compute_dtype": "bfloat16"})
         flops = traces.trace(recompute, tokens).train.flops
-        yield from (flops / seconds for seconds in _samples(case, "time"))
+        yield from (flops / seconds for seconds in case.samples("time"))
 
 
 def _sync_rates(record: Record) -> Iterator[float]:
     for case in record.cases:
-        if case.name.startswith("weight_sync/") and case.implementation == "turn" and case.status == "pass":
-            yield from (float(case.params["bytes"]) / seconds for seconds in _samples(case, "sync"))
+        if case.name.startswith("weight_sync/") and case.implementation == "turn" and case.has("sync"):
+            yield from (float(case.params["bytes"]) / seconds for seconds in case.samples("sync"))
 
 
 def _host_rates(record: Record) -> Iterator[float]:
     limits = record.calibration.limits if record.calibration is not None else {}
     yield from (limits[name] for name in ("to_host/pinned", "to_device/pinned") if name in limits)
-
-
-def _samples(case: CaseResult, name: str) -> list[float]:
-    return next((list(metric.samples) for metric in case.metrics if metric.name == name), [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlcore.engines.memory_plan.trainer import PhasePeak
@@ -12,7 +12,7 @@ from rlcore.planning.traces import Traces
 _KV_SHARE = 0.7
 """The share of the memory that the sampler's weights leave free, as ``engines/sampling/vllm/arguments.py`` gives it to
 vLLM; the rest is for its activations and captured graphs."""
-AWAY = ((), ("optimizer",), ("optimizer", "weights"))
+_AWAY = ((), ("optimizer",), ("optimizer", "weights"))
 """The tags of the trainer that leave the device while the sampler runs; the first that fits moves the least."""
 
 
@@ -97,25 +97,17 @@ def plan_step(traces: Traces, layout: StepLayout, sampler: SamplerSize | None) -
         sampling = {"sampler's weights": weights, "KV cache": kv_bytes}
         contexts = {"contexts": 2 * context}
         phases.append(_phase("sample", resident | sampling | contexts, host_bytes))
-        sampler_host = {"score": weights, "train": weights}
     else:
-        contexts, sampler_host, weights = {"contexts": context}, {}, 0
+        contexts, weights = {"contexts": context}, 0
     scoring = {name: size for name, size in trainer.score.items() if name != "optimizer" or name not in away}
-    phases.append(
-        _phase("score", scoring | contexts, sampler_host.get("score", 0) + _host(trainer, away, ("optimizer",)))
-    )
-    phases.append(_phase("train", dict(trainer.train) | contexts, sampler_host.get("train", 0)))
+    optimizer_away = trainer.held["optimizer"] if "optimizer" in away else 0
+    phases.append(_phase("score", scoring | contexts, weights + optimizer_away))
+    phases.append(_phase("train", dict(trainer.train) | contexts, weights))
     if sampler is not None:
         syncing = {name: size for name, size in trainer.held.items() if name == "weights" or name not in away}
-        phases.append(
-            _phase("sync", syncing | {"sampler's weights": weights} | contexts, _host(trainer, away, ("optimizer",)))
-        )
-    moved = 2 * (host_bytes + (weights if sampler is not None else 0))
+        phases.append(_phase("sync", syncing | {"sampler's weights": weights} | contexts, optimizer_away))
+    moved = 2 * (host_bytes + weights)
     return StepPlan(layout, tuple(phases), device.total_bytes, kv_tokens, moved, trainer.flops, trainer.score_flops)
-
-
-def _host(trainer: _TrainerMemory, away: tuple[str, ...], tags: tuple[str, ...]) -> int:
-    return sum(trainer.held[tag] for tag in tags if tag in away and tag in trainer.held)
 
 
 def _phase(name: str, parts: Mapping[str, int], host_bytes: int) -> PhaseMemory:
@@ -123,17 +115,14 @@ def _phase(name: str, parts: Mapping[str, int], host_bytes: int) -> PhaseMemory:
 
 
 def _trainer(traces: Traces, layout: StepLayout) -> _TrainerMemory:
-    if layout.shards == 1:
-        trace = traces.trace(layout.recompute, layout.max_tokens)
-        held = {name: trace.held.get(name, 0) for name in ("weights", "optimizer")}
+    shards = layout.shards
+    trace = traces.trace(layout.recompute, layout.max_tokens, is_gathered=shards > 1)
+    held = {name: -(-traces.held.get(name, 0) // shards) for name in ("weights", "optimizer")}
+    if shards == 1:
         return _TrainerMemory(
             held, _with_cached(trace.score), _with_cached(trace.train), trace.train.flops, trace.score.flops
         )
-    whole = traces.trace(layout.recompute, layout.max_tokens)
-    trace = traces.trace(layout.recompute, layout.max_tokens, is_gathered=True)
-    shards = layout.shards
     found = traces.gathered(shards)
-    held = {name: -(-whole.held.get(name, 0) // shards) for name in ("weights", "optimizer")}
     of_score = {"gathered weights": found.weights} | _computed(trace.score)
     of_train: dict[str, int] = {"gathered weights": found.weights}
     computed, exchange = _computed(trace.train), {"gradients in exchange": found.exchange}
@@ -166,13 +155,13 @@ def _cached(parts: dict[str, int], like: PhasePeak) -> dict[str, int]:
     return {**parts, "kept by the allocator": int(sum(parts.values()) * share)}
 
 
-def fitting(traces: Traces, layout: StepLayout, sampler: SamplerSize | None, min_kv_tokens: int) -> Iterator[StepPlan]:
-    """Yield the plan with the least to move that fits, if there is one."""
-    for away in AWAY if sampler is not None else AWAY[:1]:
+def fitting(traces: Traces, layout: StepLayout, sampler: SamplerSize | None, min_kv_tokens: int) -> StepPlan | None:
+    """Return the plan with the least to move that fits, if there is one."""
+    for away in _AWAY if sampler is not None else _AWAY[:1]:
         found = plan_step(traces, replace(layout, offload=away), sampler)
         if found.fits and (sampler is None or found.kv_tokens >= min_kv_tokens):
-            yield found
-            return
+            return found
+    return None
 
 
 def schedule(plan: StepPlan, has_sampler: bool) -> list[str]:

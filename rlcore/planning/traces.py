@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from rlcore.engines.executors.materialize import retype
-from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan.ranks import GatheredBytes, gathered
-from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of
+from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of, score_options, step_options
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.planning.hardware import Hardware
 from rlcore.planning.layout import Recompute
@@ -24,8 +23,6 @@ from rlcore.planning.model import PlannedModel
 class StepTrace:
     """The memory of one device that has the whole model."""
 
-    held: dict[str, int]
-    """Bytes between two steps, by what they are."""
     score: PhasePeak
     train: PhasePeak
     """The peak of a micro-batch after another one."""
@@ -45,7 +42,7 @@ class Traces:
     ) -> None:
         self.model, self.device = model, device
         self.longest, self.prompt_tokens, self.options = longest, prompt_tokens, options
-        self.trace = functools.cache(self._trace)
+        self._traced = functools.cache(self._trace)
         self.gathered = functools.cache(self._gathered)
 
     def sharding(self, recompute: Recompute) -> Sharding:
@@ -54,13 +51,20 @@ class Traces:
     def _gathered(self, shards: int) -> GatheredBytes:
         return gathered(self.model.module, self.sharding(recompute=False), shards)
 
+    @functools.cached_property
+    def held(self) -> dict[str, int]:
+        """The bytes of the whole model between two steps, by what they are."""
+        trainer = self._trainer(self.sharding(recompute=False))
+        trainer.make_optimizer_state()
+        return trainer.held()
+
     def lengths(self, max_tokens: int) -> list[int]:
         """Return the sequences of a full micro-batch, the longest there are."""
         count, rest = divmod(max_tokens, self.longest)
         return [self.longest] * count + ([rest] if rest > 1 else [])
 
-    def _trace(self, recompute: Recompute, max_tokens: int, *, is_gathered: bool = False) -> StepTrace:
-        """StepTrace scoring and training of one full micro-batch.
+    def trace(self, recompute: Recompute, max_tokens: int, *, is_gathered: bool = False) -> StepTrace:
+        """Trace scoring and training of one full micro-batch.
 
         Args:
             is_gathered: parameters have the compute dtype, as those that FSDP has gathered: nothing is cast.
@@ -68,15 +72,18 @@ class Traces:
         sharding = self.sharding(recompute)
         if is_gathered:
             sharding = replace(sharding, dtype=sharding.compute_dtype or sharding.dtype)
-        trainer = PlannedTrainer(self.model.module, sharding, self.device.planned)
+        return self._traced(sharding, max_tokens)
+
+    def _trace(self, sharding: Sharding, max_tokens: int) -> StepTrace:
+        trainer = self._trainer(sharding)
         trainer.make_optimizer_state()
-        held = trainer.held()
         batch = batch_of(self.lengths(max_tokens), self.prompt_tokens)
-        common: dict[str, Any] = {"max_tokens_per_micro_batch": max_tokens, "temperature": 1.0}
-        score = trainer.score(batch, ScoreOptions(**common, top_p=1.0, top_k=-1))
+        score = trainer.score(batch, score_options(max_tokens))
         trainer.make_gradients()
-        options = StepOptions(**common, max_grad_norm=1.0, with_entropy=True)
-        return StepTrace(held, score, trainer.train(batch, ppo_clip(), options))
+        return StepTrace(score, trainer.train(batch, ppo_clip(), step_options(max_tokens)))
+
+    def _trainer(self, sharding: Sharding) -> PlannedTrainer:
+        return PlannedTrainer(self.model.module, sharding, self.device.planned)
 
 
 def cache_bytes_per_token(model: PlannedModel) -> int:

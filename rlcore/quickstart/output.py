@@ -25,7 +25,7 @@ from typing import Any, Self, final
 
 import msgspec
 
-from rlcore.atomic import write_file
+from rlcore.atomic import append_to_file, write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.file_lock import take_folder
 from rlcore.quickstart.config import RECORD, QuickstartConfig
@@ -109,15 +109,8 @@ class RunFolder:
             CheckpointError: it cannot be written (disk full); what was there stays.
         """
         line = _encode(metrics)
-        with self._named_errors("append a step's metrics to"), self.metrics.open("ab", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            try:
-                while line:  # a full disk takes a part, and fails at the rest
-                    line = line[file.write(line) :]
-                os.fsync(file.fileno())  # before the checkpoint, which go_on() compares it with
-            except OSError:
-                file.truncate(size)
-                raise
+        with self._named_errors("append a step's metrics to"):
+            append_to_file(self.metrics, line)  # before the checkpoint, which go_on() compares it with
 
     def _write(self, steps: list[Metrics]) -> None:
         """Write the run's options, and the metrics of its steps."""

@@ -29,7 +29,7 @@ from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
 from rlcore.rollout.lending import LANE as LENT
-from rlcore.rollout.lending import LentDevices
+from rlcore.rollout.lending import TRAIN_ENGINE, LentDevices
 from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
 from rlcore.rollout.timeline import Timeline
@@ -46,7 +46,6 @@ _LOOK_S = 0.5
 """How often somebody who waits looks for what nobody tells."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
-_TRAIN_ENGINE = Kind("a TrainEngine", lambda value: hasattr(value, "sync_weights"))
 
 
 class RolloutController:
@@ -272,7 +271,7 @@ class RolloutController:
         with self._fleet.paused() as engines:
             yield engines
 
-    @takes("update_weights()", train=_TRAIN_ENGINE)
+    @takes("update_weights()", train=TRAIN_ENGINE)
     def update_weights(self, train: TrainEngine, *, version: int | None = None, **options: Any) -> SyncReport:
         """Send the trainer's weights to all engines. Sequences that are under way go on with the new weights.
 
@@ -440,16 +439,15 @@ class RolloutController:
         try:
             while True:
                 with self._changed:
-                    while not is_ready():
-                        lent_in_s = self._lent.due_in_s(time.monotonic() - began) if self._lent else math.inf
-                        left_s = math.inf if deadline is None else deadline - time.monotonic()
-                        if left_s <= 0:
-                            return False
-                        if lent_in_s <= 0:
-                            break
-                        self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
-                    else:
+                    if is_ready():
                         return True
+                    lent_in_s = self._lent.due_in_s(time.monotonic() - began) if self._lent else math.inf
+                    left_s = math.inf if deadline is None else deadline - time.monotonic()
+                    if left_s <= 0:
+                        return False
+                    if lent_in_s > 0:
+                        self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
+                        continue
                 assert self._lent is not None
                 self._lent.lend(self._fleet, self.version)  # not with the lock: it takes seconds
         finally:

@@ -230,10 +230,11 @@ class EngineDriver:
 
     def _have_been_sent(self, requests: list[Request], numbers: Sequence[int] = ()) -> bool:
         """Note that the engine has them, under these numbers; return False if they went to ``on_failure`` before."""
+        sent = set(requests)
         with self._changed:
             if self._is_ended:
                 return False
-            self._sending = [one for one in self._sending if one not in requests]
+            self._sending = [one for one in self._sending if one not in sent]
             self._under_way |= dict(zip(numbers, requests, strict=False))
             return True
 

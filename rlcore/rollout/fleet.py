@@ -184,11 +184,13 @@ class Fleet:
         """Give the requests that wait to engines with room, each to the one that has least to do."""
         while True:
             with self._lock:
+                if not self._waiting:
+                    return
                 open_guest = [self._guest] if self._guest and self._is_guest_open and self._guest.is_alive else []
                 with_room = [
                     one for one in (*self._healthy(), *open_guest) if one.requests_under_way < self._max_in_flight
                 ]
-                if not self._waiting or not with_room:
+                if not with_room:
                     return
                 request = self._waiting.popleft()
                 driver = min(with_room, key=lambda one: one.tokens_under_way)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LANE = "lent sampler"
 """The lane of the timeline."""
-_TRAIN_ENGINE = Kind("a TrainEngine", lambda value: hasattr(value, "sync_weights"))
+TRAIN_ENGINE = Kind("a TrainEngine", lambda value: hasattr(value, "sync_weights"))
 _INFERENCE_ENGINE = Kind("an InferenceEngine", lambda value: hasattr(value, "submit") and hasattr(value, "collect"))
 
 
@@ -42,7 +42,7 @@ class LentDevices:
         StateError: one of the engines is not built.
     """
 
-    @takes("LentDevices", train=_TRAIN_ENGINE, infer=_INFERENCE_ENGINE, after_s=AT_LEAST_0)
+    @takes("LentDevices", train=TRAIN_ENGINE, infer=_INFERENCE_ENGINE, after_s=AT_LEAST_0)
     def __init__(self, train: TrainEngine, infer: InferenceEngine, *, after_s: float = 1.0) -> None:
         if not train.is_built or not infer.is_built:
             raise StateError("LentDevices takes engines that are built; call build() first")

@@ -21,17 +21,17 @@ from rlcore.routing.routers import NO_ROUTE, ROUTES, Router, routers_of, selecti
 
 
 @contextlib.contextmanager
-def replaying(module: nn.Module, routes_TLK: Tensor | None, cu_seqlens: Tensor) -> Iterator[None]:
-    """Inside, the routers of ``module`` take these experts, in the forward pass and where it is computed again.
+def replaying(routers: Sequence[Router], routes_TLK: Tensor | None, cu_seqlens: Tensor) -> Iterator[None]:
+    """Inside, the routers of a model take these experts, in the forward pass and where it is computed again.
 
     Args:
-        routes_TLK: of the packed tokens that ``module`` computes; -1 lets the router select. None replays nothing.
+        routes_TLK: of the packed tokens that the model computes; -1 lets the router select. None replays nothing.
         cu_seqlens: [N + 1], on the host: where the sequences begin, should they run padded.
     """
     if routes_TLK is None:
         yield
         return
-    with selecting(routers_of(module), _Replay(routes_TLK, cu_seqlens)):
+    with selecting(routers, _Replay(routes_TLK, cu_seqlens)):
         yield
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rlcore.errors import UnsupportedError
+from rlcore.logit_form import answering
 
 ROUTES = "routed_experts"
 """The entry of a batch and of a completion: the experts of each token, [tokens, layers, K]; vLLM's name."""
@@ -66,17 +67,10 @@ def _router(name: str, block: Any) -> Router | None:
 @contextlib.contextmanager
 def selecting(routers: Sequence[Router], select: Select) -> Iterator[None]:
     """Inside, ``select`` is given what each router selects and returns what it takes, in forward and recomputation."""
-    before = [(router.module, vars(router.module).get("forward")) for router in routers]
-    try:
+    with contextlib.ExitStack() as stack:
         for router in routers:
-            router.module.forward = _selecting(router, router.module.forward, select)
+            stack.enter_context(answering(router.module, _selecting(router, router.module.forward, select)))
         yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
 
 
 def _selecting(router: Router, forward: Callable[..., Any], select: Select) -> Callable[..., Any]:

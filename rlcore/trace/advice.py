@@ -1,4 +1,4 @@
-"""Advice: a step would be faster with what, and by how much at most, by the spans and the machine's measured limits.
+"""``advice`` says what would make a step faster, and by how much at most, by the machine's measured limits.
 
 Each row is about one part of a step alone. The rows do not add up: what is hidden cannot be made faster as well.
 """
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.trace.events import ProgramTrace, TracedSpan
-from rlcore.trace.gaps import PROGRAM, DeviceTimeline
-from rlcore.trace.phases import COMPUTE, SAVE, MeasuredSteps, bytes_text, kind_of, limit_of
+from rlcore.trace.gaps import PROGRAM, SPAN_OF_PROGRAM, WAY_TO_WORKERS, DeviceTimeline
+from rlcore.trace.phases import COMPUTE, GENERATES, MeasuredSteps, bytes_text, kind_of, limit_of
 
 _LEAST_SHARE = 0.005
 """The share of a step below which nothing is worth a row."""
 _ON_THE_WAY = "calls on their way to workers and back"
-_GENERATES = ("generate", "collect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ def _syncs(calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float])
 
 
 def _saves(calls: Sequence[TracedSpan], count: int) -> Iterator[Advice]:
-    seconds = sum(span.seconds for span in calls if kind_of(span) == SAVE and span.name == "save") / count
+    seconds = sum(span.seconds for span in calls if span.name == "save") / count
     if seconds:
         yield Advice("save", seconds, 0.0, "save(blocking=False) writes in the background, after a copy to the host")
 
@@ -173,8 +172,8 @@ def _own_time(devices: Sequence[DeviceTimeline], steps: MeasuredSteps) -> Iterat
     sums: defaultdict[str, float] = defaultdict(float)
     for device in devices:
         for gap in device.gaps:
-            is_on_way = gap.cause.startswith("arguments and results")
-            if is_on_way or gap.cause == PROGRAM or gap.cause.startswith("the program: "):
+            is_on_way = gap.cause.startswith(WAY_TO_WORKERS)
+            if is_on_way or gap.cause == PROGRAM or gap.cause.startswith(SPAN_OF_PROGRAM):
                 cause = _ON_THE_WAY if is_on_way else gap.cause
                 sums[cause] += steps.share(gap.begin_ns, gap.end_ns) / len(devices)
     for cause, seconds in sums.items():
@@ -194,6 +193,6 @@ def _hidden(trace: ProgramTrace, calls: Sequence[TracedSpan], count: int) -> Ite
     sides = [0.0, 0.0]
     for span in calls:
         if kind_of(span) == COMPUTE:
-            sides[span.name in _GENERATES] += span.seconds / count
+            sides[span.name in GENERATES] += span.seconds / count
     how = "they have devices of their own: RolloutController(max_staleness=1) generates while it trains"
     yield Advice("generation and training by turns", sum(sides), max(sides), how)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from rlcore.errors import InvalidInputError
+from rlcore.settings import TRACE_FILES
 from rlcore.spans import SCHEMA
 
 
@@ -147,10 +148,10 @@ def read_trace(folder: Path) -> ProgramTrace:
     Raises:
         InvalidInputError: there is no such file, or none of them is of this version.
     """
-    found = [one for path in sorted(folder.glob("spans-*.jsonl")) if (one := _read_file(path)) is not None]
+    found = [one for path in sorted(folder.glob(TRACE_FILES)) if (one := _read_file(path)) is not None]
     if not found:
         raise InvalidInputError(
-            f"{folder} holds no trace: no file spans-*.jsonl of {SCHEMA} is there; give the folder that `rlcore trace` "
+            f"{folder} holds no trace: no file {TRACE_FILES} of {SCHEMA} is there; give the folder that `rlcore trace` "
             "or rlcore.init(trace=) wrote"
         )
     # Workers start after their program, and may be on hosts whose clocks are ahead.

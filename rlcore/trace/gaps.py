@@ -12,6 +12,8 @@ from rlcore.trace.events import ProgramTrace, TracedSpan, merged
 from rlcore.trace.phases import COMPUTE, COPY, SYNC, described, kind_of, public_name
 
 PROGRAM = "the program, outside the engines"
+SPAN_OF_PROGRAM, WAY_TO_WORKERS = "the program: ", "arguments and results"
+"""The beginnings of two kinds of causes: a span of the program's, and a call whose worker does not compute."""
 _SAME_NS = 5_000_000
 """Calls of ``collect`` follow each other: one that begins so soon after another goes on with the same work."""
 _OF_WORKER, _OF_LANE, _OF_PROGRAM, _NOTHING = range(4)
@@ -131,10 +133,10 @@ def _of_program(
 
 def _words(trace: ProgramTrace, span: TracedSpan, own: set[int]) -> str:
     if not span.is_call:
-        return PROGRAM if span.name == "step" else f"the program: {span.name}"
+        return PROGRAM if span.name == "step" else f"{SPAN_OF_PROGRAM}{span.name}"
     number = span.engine
     if number in own:
-        return f"arguments and results of {public_name(span)}"
+        return f"{WAY_TO_WORKERS} of {public_name(span)}"
     devices = ", ".join(trace.engines.get(number, {}).get("devices", []))
     return f"{public_name(span)} on {devices}" if devices else public_name(span)
 

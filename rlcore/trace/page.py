@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import MissingDependencyError
 from rlcore.trace.events import TracedSpan, merged
-from rlcore.trace.phases import described, kind_of, public_name, seconds_text
+from rlcore.trace.phases import GENERATES, described, kind_of, public_name, seconds_text
 
 if TYPE_CHECKING:
     from rlcore.trace.report import Report
@@ -113,7 +113,7 @@ _LANE_KINDS = {"generate": "generate", "train": "compute", "sync": "sync", "wait
 
 
 def _bar(start: int, span: TracedSpan) -> _Bar:
-    kind = "generate" if span.name in ("generate", "collect") else kind_of(span)
+    kind = "generate" if span.name in GENERATES else kind_of(span)
     said = f"{described(span)}{' (never ended: its process did)' if span.is_unfinished else ''}"
     return _times(start, (span.begin_ns, span.end_ns), kind, public_name(span), said)
 

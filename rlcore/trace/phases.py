@@ -1,4 +1,4 @@
-"""The meaning of a program's spans: which compute, which copy, and their names in the engines' interface."""
+"""``kind_of`` says which of a program's spans compute and which copy; ``public_name`` is what the program calls one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from rlcore.trace.events import ProgramTrace, TracedSpan
 
 COMPUTE, COPY, SYNC, SAVE, SETUP, OTHER = "compute", "copy", "sync", "save", "setup", "other"
+GENERATES = ("generate", "collect")
 _KINDS = {
-    **dict.fromkeys(("generate", "collect", "train_step", "score", "evaluate"), COMPUTE),
+    **dict.fromkeys((*GENERATES, "train_step", "score", "evaluate"), COMPUTE),
     **dict.fromkeys(("onload", "offload", "meta", "swap", "begin_swap", "swap_step", "reverse_swap", "end_swap"), COPY),
     **dict.fromkeys(("sync_weights", "sync_call", "read_weights", "take_weights"), SYNC),
     **dict.fromkeys(("save", "end_save", "load", "export", "state_dict", "load_state_dict"), SAVE),

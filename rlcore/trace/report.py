@@ -85,7 +85,7 @@ def _report(trace: ProgramTrace, kernels: list[RecordedCall], limits: Mapping[st
     steps, devices = MeasuredSteps(trace), device_timelines(trace, limits)
     tables = [
         _phases(trace, steps),
-        *_idle(devices, steps),
+        *(_idle(device, steps) for device in devices),
         _faster(advice(trace, steps, devices, limits), steps, limits),
     ]
     tables += [_kernels(call) for call in kernels]
@@ -158,11 +158,7 @@ def _calls_inside(trace: ProgramTrace, steps: MeasuredSteps, span: TracedSpan) -
     return sum(steps.share(call.begin_ns, call.end_ns) for call in own)
 
 
-def _idle(devices: list[DeviceTimeline], steps: MeasuredSteps) -> list[Table]:
-    return [_idle_of(device, steps) for device in devices]
-
-
-def _idle_of(device: DeviceTimeline, steps: MeasuredSteps) -> Table:
+def _idle(device: DeviceTimeline, steps: MeasuredSteps) -> Table:
     sums: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     longest: dict[str, Gap] = {}

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from rlcore.atomic import write_file
+from rlcore.atomic import append_to_file, write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.file_lock import take_folder
 from rlcore.training.config import MetricsSection, TrainConfig
@@ -61,13 +61,10 @@ class TrainFolder:
         return (self.checkpoint / "manifest.json").exists()
 
     def append(self, log: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines to "metrics" or "episodes"; they are on disk when this returns."""
+        """Add lines to "metrics" or "episodes", all or none; they are on disk when this returns."""
         path = self._logs[log]
         try:
-            with path.open("ab") as file:
-                file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-                file.flush()
-                os.fsync(file.fileno())
+            append_to_file(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {path}: {error.strerror}; mend that, and continue with --resume"

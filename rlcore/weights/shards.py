@@ -53,28 +53,28 @@ def boxes_of_ranks(tensor: DTensor, num_ranks: int) -> tuple[Bounds, ...] | None
     dimensions of another, such as those of FSDP without that of tensor parallelism, the ranks along the others hold
     the same.
     """
-    placements = _over_all(tensor)
-    mesh = root_of(tensor.device_mesh).mesh if len(placements) > len(tensor.placements) else tensor.device_mesh.mesh
+    mesh, placements = _over_all(tensor)
+    ranks = mesh.mesh
     shape = tuple(tensor.shape) or (1,)
     num_dims = max((dim + 1 for dim in map(_sharded_dim, placements) if dim is not None), default=1)
     found: list[Bounds] = [(0, 0)] * num_ranks
-    for coordinate in itertools.product(*map(range, mesh.shape)):
-        bounds = _bounds(shape, placements, coordinate, mesh.shape)
+    for coordinate in itertools.product(*map(range, ranks.shape)):
+        bounds = _bounds(shape, placements, coordinate, ranks.shape)
         if bounds is None:
             return None
-        found[int(mesh[coordinate])] = tuple(side for bound in bounds[:num_dims] for side in bound)
+        found[int(ranks[coordinate])] = tuple(side for bound in bounds[:num_dims] for side in bound)
     return tuple(found)
 
 
-def _over_all(tensor: DTensor) -> list[Any]:
-    """Return a placement for each dimension of the mesh of which the tensor's has some dimensions."""
+def _over_all(tensor: DTensor) -> tuple[Any, list[Any]]:
+    """Return the mesh of which the tensor's is all or some dimensions, and a placement for each of its dimensions."""
     mesh = tensor.device_mesh
     root = root_of(mesh)
     names, placements = mesh.mesh_dim_names or (), list(tensor.placements)
     if root is mesh or not names or not set(names) < set(root.mesh_dim_names or ()):
-        return placements
+        return mesh, placements
     own = dict(zip(names, placements, strict=True))
-    return [own.get(name, Replicate()) for name in root.mesh_dim_names]
+    return root, [own.get(name, Replicate()) for name in root.mesh_dim_names]
 
 
 def pairs_of(bounds: Bounds, shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -159,8 +159,7 @@ def is_first_copy(tensor: Tensor) -> bool:
     """Return True on one of the ranks that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return not dist.is_initialized() or dist.get_rank() == 0
-    placements = _over_all(tensor)
-    mesh = root_of(tensor.device_mesh) if len(placements) > len(tensor.placements) else tensor.device_mesh
+    mesh, placements = _over_all(tensor)
     return all(
         _sharded_dim(placement) is not None or mesh.get_local_rank(mesh_dim) == 0
         for mesh_dim, placement in enumerate(placements)

@@ -154,11 +154,11 @@ def test_packed_and_padded_rows_have_their_own_routes(qwen: Any, implementation:
                 routers_of(qwen), lambda router, own, at=slice(start, stop): routes[at, router.layer].long()
             ):
                 alone.append(qwen.model(input_ids=tokens[None, start:stop]).last_hidden_state[0])
-        with replaying(qwen, routes, cu_seqlens):
+        with replaying(routers_of(qwen), routes, cu_seqlens):
             together = packed_hidden_states(qwen.model, tokens, cu_seqlens, implementation=implementation)
         exact_model = model_of("Qwen3Moe", torch.float64)
         exact_model.config._experts_implementation = "eager"  # torch's grouped product takes no float64
-        with replaying(exact_model, routes, cu_seqlens):
+        with replaying(routers_of(exact_model), routes, cu_seqlens):
             exact = packed_hidden_states(exact_model.model, tokens, cu_seqlens, implementation="padded")
     assert_as_accurate(together, exact, torch.cat(alone))
 
@@ -167,11 +167,11 @@ def test_tokens_without_a_route_are_routed_by_the_model(qwen: Any) -> None:
     tokens = ids(6)
     with torch.no_grad():
         output, own = RouteRecorder(qwen).run(input_ids=tokens[None])
-        with replaying(qwen, torch.full_like(own, NO_ROUTE), torch.tensor([0, 6])):
+        with replaying(routers_of(qwen), torch.full_like(own, NO_ROUTE), torch.tensor([0, 6])):
             assert_same_bits(qwen(input_ids=tokens[None]).logits, output.logits)
         with (
             pytest.raises(RlcoreError, match="a router has 6 rows, and routes to replay are for 9"),
-            replaying(qwen, own.new_zeros(9, 3, 2), torch.tensor([0, 9])),
+            replaying(routers_of(qwen), own.new_zeros(9, 3, 2), torch.tensor([0, 9])),
         ):
             qwen(input_ids=tokens[None])
 

@@ -198,7 +198,7 @@ class PlainImageTraining(PlainTraining):
 
 
 class ImageTruth(Truth):
-    """What an engine must come to with these images."""
+    """The truth that an engine must come to with these images."""
 
     def __init__(self, make: Callable[[], Any], inputs: Mapping[str, SequenceInput]) -> None:
         super().__init__(make)

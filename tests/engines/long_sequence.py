@@ -30,7 +30,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cann
 
 
 class Found(NamedTuple):
-    """What one engine came to."""
+    """The results of one engine."""
 
     logprobs: Tensor
     metrics: dict[str, float]

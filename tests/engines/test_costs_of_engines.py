@@ -1,4 +1,4 @@
-"""What a step, a sync and a generation ask of the host and of torch, counted on a tiny model in this process.
+"""A step, a sync and a generation ask no more of the host and of torch, counted on a tiny model in this process.
 
 Limits are what was counted when each was set: a change that needs more has to raise them here, and to say why.
 """

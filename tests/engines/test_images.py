@@ -94,7 +94,7 @@ def mixed_prompts(family: str) -> list[Any]:
 
 @pytest.mark.parametrize("family", [QWEN, *(pytest.param(family, marks=slow) for family in CONFIGS if family != QWEN)])
 def test_sampler_trainer_and_transformers_agree(family: str, model_folder: Callable[[str], Path]) -> None:
-    """Before and after a step, whose weights are synced: vision tower, projector and decoder."""
+    """They do before and after a step, whose weights are synced: vision tower, projector and decoder."""
     prompts = mixed_prompts(family)
     sampling = {"n": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
     with (
@@ -152,7 +152,7 @@ def test_a_sampled_image_token_is_a_token_like_others(model_folder: Callable[[st
 
 @slow
 def test_outputs_carry_the_images(model_folder: Callable[[str], Path]) -> None:
-    """By both ways to ask, from a worker of another process, to which they were sent."""
+    """They do by both ways to ask, from a worker of another process, to which they were sent."""
     prompts = mixed_prompts(QWEN)
     sampling = {"max_tokens": 3, "seed": 5, "ignore_eos": True}
     with rlcore.InferenceEngine(model_folder(QWEN)).build(devices="cpu:4", launcher="process") as infer:
@@ -394,7 +394,7 @@ def test_an_export_is_a_folder_that_everybody_reads(
 
 
 def test_episodes_have_the_images_of_their_prompts(model_folder: Callable[[str], Path]) -> None:
-    """In a controller's batches; a state of it, which is plain data, has such episodes begin anew."""
+    """A controller's batches have them; its state, which is plain data, has such episodes begin anew."""
     prompts = mixed_prompts(QWEN)
     sampling = {"n": 2, "max_tokens": 5, "ignore_eos": True}
     with rlcore.InferenceEngine(model_folder(QWEN)).build(devices="cpu") as infer:

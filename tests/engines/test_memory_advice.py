@@ -1,4 +1,4 @@
-"""After an allocation has failed in a step: the error says what fits instead, by a plan of the same step."""
+"""After an allocation has failed in a step the error says what fits instead, by a plan of the same step."""
 
 from __future__ import annotations
 

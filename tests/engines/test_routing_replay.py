@@ -67,7 +67,7 @@ def loaded(folder: Path) -> Any:
 
 
 def routes_alone(model: Any, ids: list[int]) -> Tensor:
-    """What the routers themselves return for one sequence, [tokens, layers, experts]."""
+    """Return what the routers themselves choose for one sequence, [tokens, layers, experts]."""
     found: dict[int, Tensor] = {}
     hooks = [
         router.module.register_forward_hook(lambda _, __, out, at=router.layer: found.update({at: out[2]}))

@@ -105,7 +105,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_derived_class_computes_experts_as_its_model_does(
     tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the model's own class has not been used before, and so has not said how."""
+    """It does where the model's own class has not been used before, and so has not said how."""
     import transformers
 
     known = "_can_set_experts_implementation_cached_value"

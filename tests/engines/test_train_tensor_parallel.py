@@ -120,7 +120,7 @@ EXPERTS_2 = {"expert_parallel_size": 2}
 def test_steps_are_those_of_plain_pytorch(
     models: Callable[[str], Model], kind: str, workers: int, options: dict[str, Any], num_steps: int
 ) -> None:
-    """Also where gradients of micro-batches are added up, and their norm is one of parameters on several meshes."""
+    """Gradients of micro-batches are added up, and their norm is one of parameters on several meshes."""
     model = models(kind)
     engine, truth = model.build(workers, **options), model.truth()
     for number in range(num_steps):
@@ -136,7 +136,7 @@ def test_steps_are_those_of_plain_pytorch(
 @slow
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
 def test_optimizers_that_take_all_tensors_at_once(models: Callable[[str], Model], options: dict[str, bool]) -> None:
-    """Those of norms and of matrices are on different meshes."""
+    """Tensors of norms and of matrices are on different meshes."""
     model = models("Qwen3Moe")
     engine, truth, batch = model.build(4, **TENSOR_2, expert_parallel_size=4), model.truth(), packed_batch()
     engine.forget_steps(**options)
@@ -146,7 +146,7 @@ def test_optimizers_that_take_all_tensors_at_once(models: Callable[[str], Model]
 
 @slow
 def test_memory_leaves_and_comes_back_between_steps(models: Callable[[str], Model]) -> None:
-    """Also after a batch that failed on all ranks."""
+    """It does after a batch that failed on all ranks, too."""
     model, batch = models("Qwen3Moe"), packed_batch()
     engine, truth = model.build(4, **TENSOR_2, expert_parallel_size=4), model.truth()
 
@@ -190,7 +190,7 @@ def test_adapters_are_cut_with_their_layers(models: Callable[[str], Model], shar
 def test_checkpoints_and_exports_are_of_no_layout(
     models: Callable[[str], Model], kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Saved by four workers and read by one, and the other way round: the next step is the same."""
+    """One is saved by four workers and read by one, and the other way round: the next step is the same."""
     model, batches = models(kind), [packed_batch(seed=seed) for seed in range(3)]
     four, one, truth = model.build(4, **options), model.build(1), model.truth()
     truth.assert_step(four.train_batch(batches[0], ppo_clip()), batches[0], ppo_clip())
@@ -217,7 +217,7 @@ def test_checkpoints_and_exports_are_of_no_layout(
 def test_weights_reach_samplers_box_by_box(
     models: Callable[[str], Model], shared_devices: tuple[str, ...], kind: str, options: dict[str, Any]
 ) -> None:
-    """Of four workers to two samplers, which compare every byte with what their own loader makes of it."""
+    """Four workers send to two samplers, which compare every byte with what their own loader makes of it."""
     model, batch = models(kind), packed_batch()
     engine, truth = model.build(4, **options), model.truth()
     truth.assert_step(engine.train_batch(batch, ppo_clip()), batch, ppo_clip())

@@ -329,7 +329,7 @@ def test_vllm_of_this_process_writes_text_only_where_strings_stop_it() -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_server_samples_with_the_weights_of_the_trainer(make: Make, folder: Path, tmp_path: Path) -> None:
-    """By TRL's own figure, as in the test below."""
+    """It does by TRL's own figure, as in the test below."""
     installed = tmp_path / "installed"
     installed.mkdir()
     options = ["--logprobs-mode", "processed_logprobs", "--max-model-len", "32"]

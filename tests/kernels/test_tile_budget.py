@@ -82,8 +82,9 @@ def test_what_the_cache_of_torch_holds_unused_is_free(monkeypatch: pytest.Monkey
     class Module:
         is_capturing = False
         mem_get_info = staticmethod(lambda device: (1000, 9000))
-        memory_reserved = staticmethod(lambda device: 700)
-        memory_allocated = staticmethod(lambda device: 300)
+        memory_stats = staticmethod(
+            lambda device: {"reserved_bytes.all.current": 700, "allocated_bytes.all.current": 300}
+        )
 
         @classmethod
         def is_current_stream_capturing(cls) -> bool:

@@ -49,7 +49,7 @@ def on_ranks(
         shards.append(VocabularyShard(group, torch.tensor(start), torch.tensor(V)))
         exps.append(logits_TV[:, start:end].clone())
         parts.append(partial_statistics_(exps[-1], shards[-1].rows(rows, end - start), with_entropy=True))
-    monkeypatch.setattr(vocab_shard, "_gathered", lambda part, group: torch.stack(parts))
+    monkeypatch.setattr(vocab_shard, "gathered", lambda part, group: torch.stack(parts))
     merged = [shard.merged(part, rows) for shard, part in zip(shards, parts, strict=True)]
     return merged, torch.cat([exp / each.total[:, None] for exp, each in zip(exps, merged, strict=True)], 1)
 

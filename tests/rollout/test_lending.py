@@ -24,7 +24,7 @@ from tests.rollout.test_rollout_controller import Steps
 
 
 class Trainer(SimulatedTrainer):
-    """Has what ``LentDevices`` asks of a trainer."""
+    """A trainer with all that ``LentDevices`` asks of one."""
 
     is_built = True
     devices = ("cpu:0",)
@@ -42,7 +42,7 @@ class Guest(SimulatedEngine):
 
 
 class Lent(LentDevices):
-    """Moves nothing, and notes what would move."""
+    """A lender that moves nothing, and notes what would move."""
 
     moves: list[str]
     fails = False

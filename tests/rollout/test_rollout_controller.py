@@ -319,7 +319,7 @@ def test_the_requests_of_a_dead_or_silent_engine_go_elsewhere_and_it_comes_back_
 
 
 def test_requests_that_an_engine_never_answers_to_have_got_go_to_another() -> None:
-    """As those that a process is sent just when it is stopped."""
+    """A process that is stopped just when it is sent them never answers."""
     engines, silence = [SimulatedEngine(step_s=0.001), SimulatedEngine(step_s=0.001)], threading.Event()
     stopped = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Why devices are idle: the causes and times of a timeline that was made so that they are known."""
+"""A timeline says why devices are idle: it was made so that the causes and times are known."""
 
 from __future__ import annotations
 

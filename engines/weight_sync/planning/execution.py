@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlcore.engines.weight_sync.planning.bound_tensors import BoundTensors
 from rlcore.engines.weight_sync.planning.buckets import Bucket, BucketPiece, buckets_of, repacking, unpacking
 from rlcore.engines.weight_sync.planning.quantized import QuantizedExecution
 from rlcore.errors import SyncError
@@ -117,7 +118,7 @@ class PlanExecution:
         """Return the copies, from the same tensors, to what the engine has in float8."""
         if self._quantizing is None:
             quantized = (one for one in self._named() if one.destination in self._quantized)
-            self._quantizing = QuantizedExecution([(str(one.source), one.destination, one.copy) for one in quantized])
+            self._quantizing = QuantizedExecution([(one.source, one.destination, one.copy) for one in quantized])
         return self._quantizing
 
     def _named(self) -> Iterator[BucketPiece]:
@@ -145,7 +146,7 @@ class CopyExecution:
             )
             for piece in pieces
         ]
-        self._from, self._to = _BoundTensors(list(sources)), _BoundTensors(list(destinations))
+        self._from, self._to = BoundTensors(list(sources)), BoundTensors(list(destinations))
         self._copies: StridedCopies | None = None
 
     def run(self, sources: Mapping[Any, Tensor], destinations: Mapping[str, Tensor]) -> None:
@@ -165,22 +166,3 @@ class CopyExecution:
             copies.bind(self._from.tensors, self._to.tensors)
         self._copies = copies
         copies.run()
-
-
-class _BoundTensors:
-    """The tensors at one end of all pieces, in the order of ``keys``."""
-
-    def __init__(self, keys: list[Any]) -> None:
-        self._keys = keys
-        self._given: Mapping[Any, Tensor] | None = None
-        self._addresses: list[int] = []
-        self.tensors: list[Tensor] = []
-
-    def find(self, given: Mapping[Any, Tensor]) -> bool:
-        """Look the tensors up; returns True if one has moved since the last time."""
-        if given is self._given:
-            return False
-        self.tensors = [given[key] for key in self._keys]
-        self._given = given
-        before, self._addresses = self._addresses, [tensor.data_ptr() for tensor in self.tensors]
-        return before != self._addresses

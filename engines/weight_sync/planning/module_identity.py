@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, enum.Enum)
 _SETTINGS = ("quant_method", "scheme", "quant_config", "moe_config", "moe_parallel_config")
@@ -25,6 +25,7 @@ _MOST_BUFFER_BYTES = 1 << 16
 
 
 def module_identity(module: nn.Module) -> str:
+    """Return the digest of a module's code and plain attributes, in hexadecimal digits."""
     digest = hashlib.sha256()
     classes: set[type] = set()
     for name, part in module.named_modules():
@@ -41,7 +42,7 @@ def _lines(name: str, part: nn.Module, classes: set[type]) -> Iterator[str]:
         if (settings := getattr(part, attribute, None)) is not None:
             yield from _described(f"{name}.{attribute}", settings, classes)
     for buffer_name, buffer in part.named_buffers(recurse=False):
-        if isinstance(buffer, Tensor) and not buffer.is_floating_point() and buffer.nbytes <= _MOST_BUFFER_BYTES:
+        if not buffer.is_floating_point() and buffer.nbytes <= _MOST_BUFFER_BYTES:
             yield f"{name}.{buffer_name}={buffer.tolist()}\n"
 
 

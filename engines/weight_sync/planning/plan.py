@@ -90,6 +90,13 @@ class SyncPlan(Message, frozen=True):
     """Bytes of all pieces, in the trainer's dtypes."""
     untouched: tuple[Destination, ...]
 
+    def by_destination(self) -> dict[int, list[PlanPiece]]:
+        """Return the pieces of each destination that has some, by its index."""
+        found: dict[int, list[PlanPiece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.destination, []).append(piece)
+        return found
+
     def fill(self, live: Mapping[str, Tensor]) -> None:
         """Write the constants into the live tensors."""
         for one in self.fills:

@@ -12,8 +12,8 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class PlanCache:
-    """The place of one plan in the cache."""
+    """It is the place of one plan in the cache."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -86,19 +86,13 @@ class PlanCache:
                 _log.warning("the plan of this weight sync is not kept for later programs: %s", error)
 
 
-@contextmanager
-def _folder() -> Iterator[RuntimeFolder | None]:
-    """Open the folder; None where there is none to be trusted."""
+def _folder() -> AbstractContextManager[RuntimeFolder | None]:
+    """Open the folder for a block; None where there is none to be trusted."""
     try:
-        folder = RuntimeFolder.open_at(Settings.from_env().cache / _FOLDER, "RLCORE_CACHE")
+        return closing(RuntimeFolder.open_at(Settings.from_env().cache / _FOLDER, "RLCORE_CACHE"))
     except RlcoreError as error:
         _log.warning("plans of weight syncs are not kept for later programs: %s", error)
-        yield None
-        return
-    try:
-        yield folder
-    finally:
-        folder.close()
+        return nullcontext()
 
 
 @functools.cache

@@ -92,8 +92,8 @@ class Planner:
     @property
     def unreadable(self) -> str:
         """The reason why what was sent cannot be read back of some tensor, to the bit; "" if it can."""
-        if self.quantized:
-            return f"{next(iter(self.quantized))} is quantised in the engine"
+        if quantized := self.quantized:
+            return f"{next(iter(quantized))} is quantised in the engine"
         parameters, destinations = self.manifest.parameters, self.plan.destinations
         kinds = {
             (parameters[piece.parameter].dtype, destinations[piece.destination].dtype): piece.destination
@@ -137,6 +137,8 @@ class Planner:
     @property
     def quantized(self) -> frozenset[str]:
         """Names of the plan's destinations that are quantised on the way."""
+        if not self._quantized:  # no need to name all destinations, which are many
+            return frozenset()
         return frozenset(self._quantized).intersection(self.destination_names)
 
     def needed_bytes(self) -> list[int]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from rlcore.engines.weight_sync.planning.bound_tensors import BoundTensors
 from rlcore.engines.weight_sync.planning.loader_trace import Destination
 from rlcore.engines.weight_sync.planning.plan import SyncPlan
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, canonical, dense
@@ -26,6 +28,7 @@ def quantized_misfits(plan: SyncPlan, quantized: Quantized) -> dict[str, str]:
     """Return the destinations of a plan that are quantised and cannot be written by rows, and why."""
     found: dict[str, str] = {}
     filled = {one.destination for one in plan.fills}
+    by_destination = plan.by_destination()
     for number, destination in enumerate(plan.destinations):
         if (matrices := quantized.get(destination.name)) is None:
             continue
@@ -34,7 +37,7 @@ def quantized_misfits(plan: SyncPlan, quantized: Quantized) -> dict[str, str]:
         elif reason := _misfit(destination, matrices):
             found[destination.name] = reason
         else:
-            copies = [piece.copy for piece in plan.pieces if piece.destination == number]
+            copies = [piece.copy for piece in by_destination.get(number, [])]
             try:
                 check_segments([one for copy in copies for one in row_segments(0, copy, matrices.columns)], matrices)
             except InvalidInputError as error:
@@ -83,29 +86,35 @@ class QuantizedExecution:
         pieces: source, name of the destination, and copy of each.
     """
 
-    def __init__(self, pieces: Sequence[tuple[str, str, Copy]]) -> None:
-        self._pieces: dict[str, list[tuple[str, Copy]]] = {}
+    def __init__(self, pieces: Sequence[tuple[Any, str, Copy]]) -> None:
+        self._pieces: dict[str, list[tuple[Any, Copy]]] = {}
         for source, destination, copy in pieces:
             self._pieces.setdefault(destination, []).append((source, copy))
+        self._from = BoundTensors(list(dict.fromkeys(source for source, _, _ in pieces)))
+        self._to = BoundTensors([(name, end) for name in self._pieces for end in ("weight", "scale")])
         self._copies: list[QuantizedCopies] = []
-        self._addresses: list[int] = []
 
-    def run(self, sources: Mapping[str, Tensor], quantized: Quantized) -> None:
-        """Queue all copies on the current stream."""
+    def run(self, sources: Mapping[Any, Tensor], quantized: Quantized) -> None:
+        """Queue all copies on the current stream.
+
+        Args:
+            sources: by the pieces' source. The very mapping of the last run says that no tensor has moved.
+        """
         if not self._pieces:
             return
-        used = [sources[source] for own in self._pieces.values() for source, _ in own]
-        ends = [tensor for name in self._pieces for tensor in (quantized[name].weight, quantized[name].scale)]
-        addresses = [tensor.data_ptr() for tensor in (*used, *ends)]
-        if addresses != self._addresses:
-            self._copies = [_made_ready(own, sources, quantized[name]) for name, own in self._pieces.items()]
-            self._addresses = addresses
+        own = {name: quantized[name] for name in self._pieces}
+        ends = {(name, end): getattr(matrices, end) for name, matrices in own.items() for end in ("weight", "scale")}
+        have_moved = [self._from.find(sources), self._to.find(ends)]
+        if any(have_moved):
+            self._copies = []  # they are kept only if they could be made ready
+        if not self._copies:
+            self._copies = [_made_ready(pieces, sources, own[name]) for name, pieces in self._pieces.items()]
         for copies in self._copies:
             copies.run()
 
 
 def _made_ready(
-    pieces: Sequence[tuple[str, Copy]], sources: Mapping[str, Tensor], matrices: QuantizedMatrices
+    pieces: Sequence[tuple[Any, Copy]], sources: Mapping[Any, Tensor], matrices: QuantizedMatrices
 ) -> QuantizedCopies:
     names = list(dict.fromkeys(source for source, _ in pieces))
     segments = [

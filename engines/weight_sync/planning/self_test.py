@@ -53,13 +53,14 @@ def run_self_test(
     live = _all_planned(plan, tensors(), quantized())
     poison([tensor for _, tensor in live], 0)
     reload(made_weights(manifest, live[0][1].device))
-    plain = [one for one in plan.destinations if one.name not in quantized()]
+    loaded = quantized()
+    plain = [one for one in plan.destinations if one.name not in loaded]
     if wrong := misfits(plain, tensors()):
         return {name: f"after a load, {reason}" for name, reason in wrong.items()}
-    live = _all_planned(plan, tensors(), quantized())
+    live = _all_planned(plan, tensors(), loaded)
     golden = checksums([tensor for _, tensor in live])
     poison([tensor for _, tensor in live], 1)
-    apply_made(plan, manifest, tensors(), quantized())
+    apply_made(plan, manifest, tensors(), loaded)
     return {
         name: "the engine's own load leaves other values in it than its loader copied"
         for (name, _), one, other in zip(live, golden, checksums([tensor for _, tensor in live]), strict=True)
@@ -134,12 +135,12 @@ def apply_made(
         quantized[one.name].weight if one.name in quantized else live[one.name] for one in plan.destinations
     ]
     is_quantized = [one.name in quantized for one in plan.destinations]
+    by_destination = plan.by_destination()
     for number, destination in enumerate(plan.destinations):
         if is_quantized[number]:
-            own = [piece for piece in plan.pieces if piece.destination == number]
-            parts, numbers = _parts(own, manifest, destinations[number].device)
-            pieces = [(str(numbers[piece.rank, piece.parameter]), destination.name, piece.copy) for piece in own]
-            QuantizedExecution(pieces).run({str(at): part for at, part in enumerate(parts)}, quantized)
+            own = by_destination.get(number, [])
+            pieces = [((piece.rank, piece.parameter), destination.name, piece.copy) for piece in own]
+            QuantizedExecution(pieces).run(_parts(own, manifest, destinations[number].device), quantized)
     plain = (piece for piece in plan.pieces if not is_quantized[piece.destination])
     by_parameter = sorted(plain, key=lambda piece: piece.parameter)
     batch: list[PlanPiece] = []
@@ -156,40 +157,28 @@ def apply_made(
 
 
 def _apply(pieces: Sequence[PlanPiece], manifest: WeightManifest, destinations: Sequence[Tensor]) -> None:
-    parts, numbers = _parts(pieces, manifest, destinations[pieces[0].destination].device)
-    moves = [
-        StridedPiece(
-            numbers[piece.rank, piece.parameter],
-            piece.destination,
-            piece.shape,
-            piece.source_offset,
-            piece.source_stride,
-            piece.offset,
-            piece.stride,
-        )
-        for piece in pieces
-    ]
-    StridedCopies(moves, parts, destinations).run()
+    parts = _parts(pieces, manifest, destinations[pieces[0].destination].device)
+    numbers = {place: number for number, place in enumerate(parts)}
+    moves = [StridedPiece(numbers[piece.rank, piece.parameter], piece.destination, *piece.copy) for piece in pieces]
+    StridedCopies(moves, list(parts.values()), destinations).run()
 
 
 def _parts(
     pieces: Sequence[PlanPiece], manifest: WeightManifest, device: torch.device
-) -> tuple[list[Tensor], dict[tuple[int, int], int]]:
-    """Return what the ranks hold of the parameters of these pieces, and the place of each in that list."""
-    numbers: dict[tuple[int, int], int] = {}
+) -> dict[tuple[int, int], Tensor]:
+    """Return what the ranks hold of the parameters of these pieces, by rank and parameter."""
     wholes: dict[int, Tensor] = {}
-    parts: list[Tensor] = []
+    parts: dict[tuple[int, int], Tensor] = {}
     for piece in pieces:
-        if (piece.rank, piece.parameter) in numbers:
+        if (piece.rank, piece.parameter) in parts:
             continue
         described = manifest.parameters[piece.parameter]
         if piece.parameter not in wholes:
             wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
         held = described.held(manifest.layouts[described.layout][piece.rank])
-        numbers[piece.rank, piece.parameter] = len(parts)
         box = wholes[piece.parameter].as_strided(held.shape, held.stride, held.offset)
-        parts.append(box.contiguous().view(-1))
-    return parts, numbers
+        parts[piece.rank, piece.parameter] = box.contiguous().view(-1)
+    return parts
 
 
 def poison(tensors: Iterable[Tensor], which: int) -> None:

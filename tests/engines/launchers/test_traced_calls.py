@@ -1,4 +1,4 @@
-"""What a trace notes of calls of workers: by whom, on which device, with which results, and other hosts' clocks."""
+"""A trace notes by whom a worker is called, on which device, with which results, and other hosts' clocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Worker:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """That of the recorder of this process, which records kernels too."""
+    """Return the folder of the recorder of this process, which records kernels too."""
     monkeypatch.setattr(spans, "recorder", None)
     for name in ("RLCORE_TRACE", "RLCORE_TRACE_KERNELS"):
         monkeypatch.setenv(name, "")

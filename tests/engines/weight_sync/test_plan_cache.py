@@ -78,7 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What planners do: "trace" and "test"."""
+    """Note in a list what planners do: "trace" and "test"."""
     done: list[str] = []
 
     def note(name: str, word: str) -> None:

@@ -126,7 +126,13 @@ def planned(target: Target, dtype: torch.dtype = DTYPE, unreached: str = "") -> 
 
 
 def run(planner: Planner, target: Target, sources: dict[str, Tensor]) -> None:
-    execution = PlanExecution(
+    execution = executed(planner, target)
+    execution.whole().run(sources, target.tensors())
+    execution.quantizing().run(sources, target.quantized())
+
+
+def executed(planner: Planner, target: Target) -> PlanExecution:
+    return PlanExecution(
         planner.plan.digest,
         planner.pieces(),
         target.tensors,
@@ -134,8 +140,6 @@ def run(planner: Planner, target: Target, sources: dict[str, Tensor]) -> None:
         is_scratch=False,
         quantized=planner.quantized,
     )
-    execution.whole().run(sources, target.tensors())
-    execution.quantizing().run(sources, target.quantized())
 
 
 def bits(target: Target) -> dict[str, Tensor]:
@@ -158,6 +162,24 @@ def test_the_plan_leaves_what_the_engines_loader_would(is_blockwise: bool, dtype
     assert target.gate_up_scale.abs().sum() > 0
     for name, expected in bits(target).items():
         assert torch.equal(found[name], expected), name
+
+
+def test_copies_that_are_kept_follow_the_tensors_that_move() -> None:
+    target = Float8Target(is_blockwise=True)
+    planner, sources, _ = planned(target)
+    copies = executed(planner, target).quantizing()
+    copies.run(sources, target.quantized())
+    before = bits(target)
+    for tensor in sources.values():
+        tensor.neg_()
+    copies.run(sources, target.quantized())
+    assert not torch.equal(bits(target)["qkv"], before["qkv"]), "the same tensors, with other values"
+    copies.run({name: -tensor for name, tensor in sources.items()}, target.quantized())
+    assert torch.equal(bits(target)["qkv"], before["qkv"]), "other tensors of the sender"
+    target.gate_up, target.gate_up_scale = torch.zeros_like(target.gate_up), torch.zeros_like(target.gate_up_scale)
+    copies.run({name: -tensor for name, tensor in sources.items()}, target.quantized())
+    for name in ("qkv", "qkv_scale", "gate_up", "gate_up_scale"):
+        assert torch.equal(bits(target)[name], before[name]), f"{name}, where the engine has others"
 
 
 def test_what_a_kernel_wants_in_another_order_is_left_to_the_loader() -> None:

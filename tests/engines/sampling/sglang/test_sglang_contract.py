@@ -51,7 +51,7 @@ def test_a_missing_member_is_seen() -> None:
 
 
 def test_uses_are_collected_from_the_code() -> None:
-    """Also those of coroutines, and of fields by name."""
+    """The uses of coroutines, and of fields by name, are among them."""
     found = contract.uses()
     manager = found["sglang.srt.managers.tokenizer_manager.TokenizerManager"]
     assert {"generate_request(#1)", "get_internal_state", "abort_request"} <= manager

@@ -1,4 +1,4 @@
-"""What a replica makes of SGLang's outputs; a manager of requests and shards play SGLang, and nothing here needs it."""
+"""A replica reads SGLang's outputs; a manager of requests and shards play SGLang, and nothing here needs it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 
 
 def test_a_completion_tells_the_versions_of_its_tokens(made: Made) -> None:
-    """Of one that goes on after new weights, and of one whose end is still on its way when they come."""
+    """One goes on after new weights, and the end of another is still on its way when they come."""
     made.submit(2)
     made.sglang.tokens |= {"0-0.": [7, 8, 9], "1-0.": [4, 4]}
     bring = made.sglang.leave("1-0.")

@@ -50,7 +50,7 @@ def logits(rows: int) -> Tensor:
 
 @pytest.mark.parametrize("params", [[one] for one in KINDS] + [KINDS])
 def test_it_samples_as_rlcores_own_sampler_does(params: list[SamplingParams]) -> None:
-    """Alone, and in a batch of all kinds; that sampler is held against exact distributions elsewhere."""
+    """Requests are alone, and in a batch of all kinds; that sampler is held against exact distributions elsewhere."""
     keys, at = [11 * (row + 1) - 2**62 for row in range(len(params))], 5
     given = logits(len(params))
     expected, logprob_B = Sampler(params, keys, given.device).sample(given, at)

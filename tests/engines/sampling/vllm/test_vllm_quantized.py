@@ -1,4 +1,4 @@
-"""Which of vLLM's weights count as quantised while they were loaded: layers as vLLM 0.26 makes them, without vLLM."""
+"""Some of vLLM's weights were quantised while they were loaded: layers as vLLM 0.26 makes them, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang lacks on a machine without CUDA; ``sglang_on_cpu.pth`` imports it when the interpreter starts.
+"""SGLang lacks modules on a machine without CUDA; ``sglang_on_cpu.pth`` imports this one when the interpreter starts.
 
 Its kernel package has no build for the CPU: here every name of ``sgl_kernel`` can be imported, and none called. The
 registry's torchvision is built for CUDA: without its library it asks for operators that torch then does not know.
