@@ -2,6 +2,9 @@
 
 Starts are given as a share of the same number of bare ``import torch`` processes, started at once as the workers
 are, in the same run: what is left is rlcore's part.
+
+Workers are children of the program, or on a host of a Ray cluster: the program's own, which such a case starts, or
+another one of the cluster at ``RAY_ADDRESS``.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,8 +27,11 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import UnsupportedError
 from rlcore.process.python_command import python_code
 
+Where = Literal["process", "ray", "ray_other_host"]
+"""Children of the program, workers under Ray on its own host, and on another one."""
 TIMEOUT_S = 120.0
 _TENSOR_BYTES = 256 << 20
 _NUM_RUNS = 5
@@ -35,17 +41,36 @@ _BARE = "import torch; print(torch.__version__, flush=True)"
 
 @contextlib.contextmanager
 def worker_processes(
-    worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S, *, launcher: str = "process"
+    worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S, *, where: Where = "process"
 ) -> Iterator[WorkerGroup]:
-    """Worker processes that live as long as a measurement; "ray" starts a cluster of this host for all of them."""
-    if launcher == "ray":
-        host = connect().hosts()[0].name
-        device_names = [f"{host}/{name}" for name in device_names]
+    """Worker processes that live as long as a measurement; those of Ray share a cluster."""
+    launcher = "process" if where == "process" else "ray"
+    if where != "process":
+        device_names = [f"{_host(where)}/{name}" for name in device_names]
     group = start_workers(worker_class, "the bench", device_names, launcher=launcher, timeout_s=timeout_s)
     try:
         yield group
     finally:
         group.stop()
+
+
+def _host(where: Where) -> str:
+    """Return the name of a host: this one, in a cluster of its own, or another one of the cluster at RAY_ADDRESS."""
+    if where == "ray":
+        return connect().hosts()[0].name
+    if not (address := os.environ.get("RAY_ADDRESS")):
+        raise UnsupportedError(
+            "a worker on another host",
+            "RAY_ADDRESS is not set; start a Ray cluster of two hosts (docs/clusters.md) and set it to its address, "
+            "such as 10.0.0.1:6379",
+        )
+    cluster = connect(address)
+    import ray
+
+    own = ray.util.get_node_ip_address()
+    if not (others := [host.name for host in cluster.hosts() if host.address != own]):
+        raise UnsupportedError("a worker on another host", f"the Ray cluster at {address} has this one, {own}, alone")
+    return others[0]
 
 
 def ask(group: WorkerGroup, method: str, *args: Any) -> Any:
@@ -81,46 +106,46 @@ class _Echo(BenchWorker):
         return self.tensor
 
 
-def _prepare_call(launcher: str, device: Device) -> Work:
+def _prepare_call(where: Where, device: Device) -> Work:
     def run() -> Measured:
-        with worker_processes(_Echo, [device.name], launcher=launcher) as group:
+        with worker_processes(_Echo, [device.name], where=where) as group:
             return Measured(*median_time(1000, lambda: ask(group, "echo", 7), warm_up=_WARM_UP))
 
-    return Work((self_timed(launcher, run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
+    return Work((self_timed(where, run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
 
 
 def _check_echo(answer: int) -> None:
     expect(answer == 7, f"7 came back as {answer!r}")
 
 
-def _prepare_sending(launcher: str, device: Device) -> Work:
+def _prepare_sending(where: Where, device: Device) -> Work:
     tensor = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
 
     def check(arrived: tuple[int, float, float]) -> None:
         expected = (tensor.numel(), float(tensor[0]), float(tensor[-1]))
         expect(arrived == expected, f"{arrived} arrived, not {expected}")
 
-    return _tensor_work(launcher, device, lambda group: ask(group, "take", tensor), check)
+    return _tensor_work(where, device, lambda group: ask(group, "take", tensor), check)
 
 
-def _prepare_receiving(launcher: str, device: Device) -> Work:
+def _prepare_receiving(where: Where, device: Device) -> Work:
     def check(answer: Tensor) -> None:
         expected = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
         expect(torch.equal(answer, expected), "another tensor came back")
 
-    return _tensor_work(launcher, device, lambda group: ask(group, "give"), check)
+    return _tensor_work(where, device, lambda group: ask(group, "give"), check)
 
 
 def _tensor_work(
-    launcher: str, device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]
+    where: Where, device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]
 ) -> Work:
     def run() -> Measured:
-        with worker_processes(_Echo, [device.name], launcher=launcher) as group:
+        with worker_processes(_Echo, [device.name], where=where) as group:
             ask(group, "make", _TENSOR_BYTES // 4)
             answer, seconds = median_time(10, lambda: call(group), warm_up=_WARM_UP)
             return Measured(answer, seconds, {"throughput": Quantity(_TENSOR_BYTES / seconds, "byte/s")})
 
-    way = "shared_memory" if launcher == "process" else launcher
+    way = "shared_memory" if where == "process" else where
     return Work((self_timed(way, run, check),), {"bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
 
 
@@ -138,48 +163,55 @@ def _bare_imports_s(number: int) -> float:
     return seconds
 
 
-def _prepare_start(num_workers: int, device: Device) -> Work:
+def _prepare_start(where: Where, num_workers: int, device: Device) -> Work:
     names = [f"{device.spec.name}:{index}" for index in range(num_workers)]
+    if where != "process":  # the cluster and its agent are there before
+        with worker_processes(_Echo, names[:1], where=where):
+            pass
 
     def run() -> Measured:
         before_s = _bare_imports_s(num_workers)  # and after: what is started first finds colder files and caches
         started = time.perf_counter()
-        with worker_processes(_Echo, names) as group:
+        with worker_processes(_Echo, names, where=where) as group:
             answer = ask(group, "echo", 7)
             seconds = time.perf_counter() - started
         bare_s = (before_s + _bare_imports_s(num_workers)) / 2
         ratio = Quantity(seconds / bare_s, "1")
         return Measured(answer, seconds, {"bare_import": Quantity(bare_s, "s"), "ratio_to_bare_import": ratio})
 
-    return Work((self_timed("process", run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
+    return Work((self_timed(where, run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
 
+
+_PLACES: tuple[tuple[Where, str, str], ...] = (
+    ("process", "", "a worker process"),
+    ("ray", "ray_", "a worker under Ray"),
+    ("ray_other_host", "ray_other_host_", "a worker on another host of a Ray cluster"),
+)
 
 cases = (
     *(
         case
-        for launcher, prefix, whose in (("process", "", "a worker process"), ("ray", "ray_", "a worker under Ray"))
+        for where, prefix, whose in _PLACES
         for case in (
-            Case(f"workers/{prefix}call", f"a call of {whose} and its answer", partial(_prepare_call, launcher)),
+            Case(f"workers/{prefix}call", f"a call of {whose} and its answer", partial(_prepare_call, where)),
             Case(
-                f"workers/{prefix}send",
-                f"a 256 MiB tensor as an argument of {whose}",
-                partial(_prepare_sending, launcher),
+                f"workers/{prefix}send", f"a 256 MiB tensor as an argument of {whose}", partial(_prepare_sending, where)
             ),
             Case(
                 f"workers/{prefix}receive",
                 f"a 256 MiB tensor as the answer of {whose}",
-                partial(_prepare_receiving, launcher),
+                partial(_prepare_receiving, where),
+            ),
+            Case(
+                f"workers/{prefix}start_4",
+                f"{whose}, four of them at once until all answer, beside four bare imports of torch",
+                partial(_prepare_start, where, 4),
             ),
         )
     ),
     Case(
         "workers/start_1",
         "one worker process until it answers, beside a bare import of torch",
-        partial(_prepare_start, 1),
-    ),
-    Case(
-        "workers/start_4",
-        "four worker processes at once until all answer, beside four bare imports of torch",
-        partial(_prepare_start, 4),
+        partial(_prepare_start, "process", 1),
     ),
 )

@@ -182,7 +182,9 @@ class HostLink:
 
     def beat(self, timeout_s: float) -> None:
         """Tell the agent that the program lives, and hear which of its processes are stopped. Raises as ``ask``."""
-        numbers = decoded(self.ask_plain(Agent.beat, timeout_s=timeout_s), list[int], "beat")
+        with self._lock:
+            known = [number for number, process in self._processes.items() if process.is_stopped]
+        numbers = decoded(self.ask_plain(Agent.beat, sorted(known), timeout_s=timeout_s), list[int], "beat")
         with self._lock:
             for number, process in self._processes.items():
                 process.is_stopped = number in numbers
