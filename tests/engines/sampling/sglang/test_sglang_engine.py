@@ -21,7 +21,7 @@ from rlcore.conformance.ends import Belongings, descendants
 from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError, WorkerDiedError
 from tests.model_rounding import logprob_rounding
 
-from .conftest import DEVICE, WriteModel
+from .conftest import DEVICE, SHAPE, WriteModel
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 NOTICED_S = 5.0
