@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -146,6 +147,17 @@ def _repeated(names: Iterable[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
+def no_number(
+    case: str,
+    status: Status,
+    reason: str,
+    implementation: str = "",
+    params: Mapping[str, int | float | str] = MappingProxyType({}),
+) -> CaseResult:
+    """Return a result that says why there is no number."""
+    return CaseResult(name=case, implementation=implementation, status=status, params=dict(params), reason=reason)
+
+
 def identity(result: CaseResult) -> tuple[object, ...]:
     """Return a key that is equal for results that measure the same in the same way."""
     return result.name, result.implementation, tuple(sorted(result.params.items()))
@@ -183,6 +195,11 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hw_notes: str = ""
     """The text of ``--note``, such as that others use the machine."""
     sw_notes: str = ""
+
+    @property
+    def host(self) -> str:
+        """The host's processor and number of cores."""
+        return f"{self.host_processor_model_name}, {self.host_processor_core_count} cores"
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -231,10 +248,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def device_name(self) -> str:
-        """The name of the device that was measured; of a host its processor and number of cores."""
-        system = self.system
-        host = f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
-        return system.accelerator_model_name or host
+        """The name of the device that was measured."""
+        return self.system.accelerator_model_name or self.system.host
 
     def software(self) -> list[str]:
         """Return torch, the libraries under it and Python, with their versions."""

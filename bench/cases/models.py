@@ -159,13 +159,14 @@ def policy_class(shape: ModelShape = TINY) -> Any:
 
         weights: Path | torch.dtype
         device_type: str
+        adam_options: Mapping[str, Any] = {"fused": True}
 
         def materialization_source(self) -> Any:
             weights = self.weights
             return weights if isinstance(weights, Path) else Drawn(self, weights, self.device_type)
 
         def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=True)
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, **self.adam_options)
 
         def reset_peak(self) -> None:
             if torch.accelerator.is_available():
@@ -190,13 +191,10 @@ def learner(folder: Path | str, **options: Any) -> Any:
     Raises:
         MissingDependencyError: transformers is not installed.
     """
-
-    class Learner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, **options)
-
     with meta_device():
-        return Learner.from_pretrained(folder)
+        made = policy_class().from_pretrained(folder)
+    made.weights, made.adam_options = Path(folder), options
+    return made
 
 
 # ------------------------------------------------------------------------------------------ what they are given

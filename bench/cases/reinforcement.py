@@ -35,9 +35,8 @@ _SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 def _prepare_train_step(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    train = TrainEngine(learner(held_folder(held, load, device).path))
-    train.build(devices=device.name)
-    held.callback(train.close)
+    folder = held.enter_context(contextlib.closing(Folder(load.model, load.dtype, device)))
+    train = held.enter_context(TrainEngine(learner(folder.path)).build(devices=device.name))
     batch = load.train_batch()
     num_tokens = int(batch["attention_mask"].sum())
     contender = Contender(
@@ -56,18 +55,11 @@ def check_trained(metrics: Mapping[str, float]) -> None:
     expect(metrics["grad_norm"] > 0, "there was no gradient")
 
 
-def held_folder(held: contextlib.ExitStack, load: Load, device: Device) -> Folder:
-    folder = Folder(load.model, load.dtype, device)
-    held.callback(folder.close)
-    return folder
-
-
 def _prepare_rollout(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    infer = InferenceEngine(held_folder(held, load, device).path)
-    infer.build(devices=device.name)
-    held.callback(infer.close)
+    folder = held.enter_context(contextlib.closing(Folder(load.model, load.dtype, device)))
+    infer = held.enter_context(InferenceEngine(folder.path).build(devices=device.name))
     asked, options = load.prompt_ids(), _sampling(load)
     wanted = sum(load.lengths()) * load.samples
 

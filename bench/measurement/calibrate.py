@@ -149,7 +149,7 @@ class Store:
         self._path = Settings.from_env().cache / f"bench-limits-{system.device.replace(':', '-')}.json"
         self._valid_for = {
             "accelerator": system.accelerator_model_name,
-            "processor": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores",
+            "processor": system.host,
             "framework": system.framework,
             "threads": str(record.num_threads),
             **system.other_software_stack,

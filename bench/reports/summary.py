@@ -31,6 +31,11 @@ def median(result: CaseResult, metric: str = "") -> float:
     return statistics.median(result.samples(metric) if metric else times(result))
 
 
+def value_of(result: CaseResult, metric: str) -> float:
+    """Return the median that tables and targets show: of "time" that of ``times``."""
+    return median(result, "" if metric == "time" else metric)
+
+
 def p10_p90(samples: Sequence[float]) -> list[float]:
     """Return the tenth and the ninetieth percentile."""
     found: list[float] = np.percentile(samples, (10, 90)).tolist()
@@ -232,7 +237,6 @@ def outcomes(record: Record, known: Sequence[ResultTarget] | None = None) -> lis
 
 
 def _outcomes(target: ResultTarget, results: list[CaseResult]) -> list[TargetOutcome]:
-    metric = "" if target.metric == "time" else target.metric
     chosen = [one for one in selected(results, target.of) if one.has(target.metric)]
     base = 1.0
     if target.times_that_of is not None:
@@ -240,10 +244,9 @@ def _outcomes(target: ResultTarget, results: list[CaseResult]) -> list[TargetOut
         if len(bases) != 1:
             chosen = []  # nothing, or which of them?
         else:
-            base = median(bases[0], metric)
-    return [TargetOutcome(target, one, median(one, metric) / base) for one in chosen] or [
-        TargetOutcome(target, None, None)
-    ]
+            base = value_of(bases[0], target.metric)
+    found = [TargetOutcome(target, one, value_of(one, target.metric) / base) for one in chosen]
+    return found or [TargetOutcome(target, None, None)]
 
 
 def selected(results: Iterable[CaseResult], selector: Selector) -> list[CaseResult]:

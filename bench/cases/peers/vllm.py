@@ -112,7 +112,6 @@ class Ways:
 
     def __init__(self, pair: VllmPair, limits: Limits) -> None:
         self._pair, self._limits = pair, limits
-        self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
 
     def turn(self) -> Done:
         """Take a turn as in docs/weight_sync.md: the trainer makes a step while vLLM is away, then syncs and leaves.
@@ -199,11 +198,8 @@ class Ways:
 
     def vllm_ipc(self, *, is_packed: bool) -> Done:
         """Raises UnsupportedError where vLLM's own way is not to be had."""
-        if is_packed not in self._senders:
-            ask = functools.partial(self._pair.ask, "transfer")
-            device = self._pair.device
-            self._senders[is_packed] = vllm_worker.VllmIpcSender(device, self.named, ask, is_packed=is_packed)
-        return self._timed(self._senders[is_packed].send)
+        ask = functools.partial(self._pair.ask, "transfer")
+        return self._timed(vllm_worker.VllmIpcSender(self._pair.device, self.named, ask, is_packed=is_packed).send)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trainer's own tensors: it is in this process."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from rlcore.bench import steps
 from rlcore.bench.cases import models
 from rlcore.bench.cases.models import ModelShape
+from rlcore.bench.cases.offload import Way
 from rlcore.bench.cases.peers import vllm_worker
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
@@ -168,9 +169,9 @@ class VllmPair:
             steps.begin(f"offload, {kind}")
             if kind == "cold":
                 self.ask("give_host_memory_back")
-            reports = [joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]
-            found[kind] = reports[0].seconds, reports[1].seconds
-        self.moved_bytes = reports[0].moved_bytes
+            out, back = (joined(move("weights")) for move in (self.infer.offload, self.infer.onload))
+            found[kind] = out.seconds, back.seconds
+        self.moved_bytes = out.nbytes
         self.infer.meta("weights")
         self.ask("give_host_memory_back")  # the trainer's weights need it as well
         self.infer.onload("weights")
@@ -201,13 +202,7 @@ class VllmPair:
         self._files.cleanup()
 
 
-def joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
+def joined(reports: Mapping[str, list[OffloadReport]]) -> Way:
     """Join the moves of one tag: devices move side by side."""
     (of_devices,) = reports.values()
-    return OffloadReport(
-        moved_bytes=sum(report.moved_bytes for report in of_devices),
-        freed_device_bytes=sum(report.freed_device_bytes for report in of_devices),
-        seconds=max(report.seconds for report in of_devices),
-        pinned=all(report.pinned for report in of_devices),
-        first_use=any(report.first_use for report in of_devices),
-    )
+    return Way.of(of_devices, max(report.seconds for report in of_devices))
