@@ -111,7 +111,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("a result with status 'pass' must have a metric called 'time'")
         if wrong := [metric for metric in self.metrics if metric.name in _TIMES and metric.unit != "s"]:
             raise ValueError(f"{wrong[0].name} must be in s, and is in {wrong[0].unit!r}")
-        if twice := _repeated(metric.name for metric in self.metrics):
+        counts = Counter(metric.name for metric in self.metrics)
+        if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"two metrics of a result are called {twice[0]!r}")
         if self.rounds and sum(self.rounds) != (count := len(self.samples("time")) if self.metrics else 0):
             raise ValueError(f"rounds of {sum(self.rounds)} samples in all, and {count} samples of the time")
@@ -141,10 +142,6 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def samples(self, metric: str) -> list[float]:
         return next(found.samples for found in self.metrics if found.name == metric)
-
-
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def no_number(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.timing import Measured, median_time, proc_bytes, self_timed
+from rlcore.bench.cases.timing import Measured, median_time, proc_bytes, self_timed, timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
@@ -263,9 +263,7 @@ def _prepare_swap(device: Device) -> Work:
     away.group.offload()
 
     def run(change: Change) -> tuple[Way, Way, float]:
-        started = time.perf_counter()
-        out, back = change(*places)
-        seconds = time.perf_counter() - started
+        (out, back), seconds = timed(lambda: change(*places))
         places.reverse()
         return Way.of([out]), Way.of([back]), seconds
 
@@ -285,9 +283,7 @@ def _prepare_five(device: Device) -> Work:
     sets[0].group.onload()
 
     def run(change: Change) -> tuple[Way, Way, float]:
-        started = time.perf_counter()
-        reports = [change(*pair) for pair in pairs]
-        seconds = time.perf_counter() - started
+        reports, seconds = timed(lambda: [change(*pair) for pair in pairs])
         out, back = (Way.of(some, seconds) for some in zip(*reports, strict=True))
         return out, back, seconds
 

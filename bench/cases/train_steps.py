@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Contender, Quantity, expect
-from rlcore.bench.cases.models import Drawn, ModelShape, policy, transformers_class
+from rlcore.bench.cases.models import ModelShape, drawn, policy, transformers_class
 from rlcore.bench.cases.workers import BenchWorker, worker_processes
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher
@@ -152,7 +152,7 @@ def sharded(
     """
     with meta_device():
         model = transformers_class("Qwen2ForCausalLM")._from_config(setup.model.config())
-    weights = Drawn(model, setup.dtype, device.type)
+    weights = drawn(model, setup.dtype, device.type)
     policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=torch.float32)
     for block in model.model.layers:
         if setup.recomputes:

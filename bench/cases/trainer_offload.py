@@ -7,6 +7,7 @@ import gc
 import os
 import statistics
 import time
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -174,12 +175,12 @@ def _prepare_training(device: Device) -> Work:
 
     return Work(
         (
-            Contender("no offload", lambda: run(moves=False), check, seconds=_seconds),
+            Contender("no offload", lambda: run(moves=False), check, seconds=attrgetter("seconds")),
             Contender(
                 "offload after each step",
                 lambda: run(moves=True),
                 check,
-                seconds=_seconds,
+                seconds=attrgetter("seconds"),
                 quantities=lambda done: {
                     "device_memory_last_to_second": Quantity(done.device_bytes[-1] / done.device_bytes[1], "1"),
                     "host_memory_last_to_second": Quantity(done.host_bytes[-1] / done.host_bytes[1], "1"),
@@ -189,10 +190,6 @@ def _prepare_training(device: Device) -> Work:
         {"model": dense.name, "layers": dense.layers, "steps": _TRAINING_CYCLES, "tokens": tokens},
         num_runs=1,
     )
-
-
-def _seconds(done: _Learned) -> float:
-    return done.seconds
 
 
 cases = (

@@ -339,8 +339,12 @@ def _is_on_host(work: Work, device: Device) -> bool:
 
 def _processor_s() -> float:
     """Return the time of all threads of this process, and of the children it has waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + processor_s_of_children()
+
+
+def processor_s_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _failure(error: Exception) -> tuple[Status, str]:

@@ -263,23 +263,6 @@ _UNSUPPORTED = " is not supported: "
 _LONGEST = 110
 
 
-class Missing(NamedTuple):
-    status: str
-    implementation: str
-    why: str
-    cases: tuple[str, ...]
-    """All for which the three are the same."""
-
-
-def missing(results: Iterable[CaseResult]) -> list[Missing]:
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for result in results:
-        if result.status != "pass":
-            why = shortened(result.reason, result.implementation)
-            found.setdefault((result.status, result.implementation, why), []).append(result.name)
-    return [Missing(*same, tuple(cases)) for same, cases in found.items()]
-
-
 def shortened(reason: str, implementation: str) -> str:
     """Return the first line without the class of the error and what was asked for, in at most 110 characters.
 

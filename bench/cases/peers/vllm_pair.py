@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from rlcore.bench.cases import models
 from rlcore.bench.cases.models import ModelShape
 from rlcore.bench.cases.offload import Way
 from rlcore.bench.cases.peers import vllm_worker
+from rlcore.bench.cases.timing import timed
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
@@ -132,14 +132,13 @@ class VllmPair:
         device, layout = self.device, self.layout
         is_host = device.spec.is_host
         places = [f"{device.spec.name}:{index}" for index in range(layout.devices)]
-        # On a host, weights that vLLM reloads otherwise than it loads them are looked for, in the folder's.
-        load_format = "auto" if is_host else "dummy"
         steps.begin("build of the engine")
         self.infer.build(
             tensor_parallel_size=layout.tensor_parallel,
             data_parallel_size=layout.replicas,
             devices=places[: layout.tensor_parallel * layout.replicas],
-            load_format=load_format,
+            # On a host, weights that vLLM reloads otherwise than it loads them are looked for, in the folder's.
+            load_format="auto" if is_host else "dummy",
             dtype="bfloat16",
             enforce_eager=True,
             max_model_len=1024,
@@ -157,9 +156,7 @@ class VllmPair:
         )
         self.infer.onload()
         steps.begin("first sync")
-        started = time.perf_counter()
-        self.train.sync_weights(self.infer, verify=True)
-        self.first_s = time.perf_counter() - started
+        _, self.first_s = timed(lambda: self.train.sync_weights(self.infer, verify=True))
 
     def _leave_first(self) -> dict[str, tuple[float, float]]:
         """Return seconds out and back: with memory of the build, with none ready, and with memory used before."""
