@@ -7,11 +7,9 @@ and ``rlcore.init(launcher=...)`` choose it. A launcher whose workers have proce
 * ``group.WorkerGroup``: the handles by rank. It is filled inside ``with group.starting():``, which holds back the calls
   of other engines, waits in the end until all workers are ready, and ends those that have started after an error.
 * ``runtime_files.new_store()``: a folder of this host through which the workers of a group find each other.
-* ``worker_process.process_for(...)``: the child of this program for a device, which is started if there is none yet.
-  ``with joining:`` around this call and the child's ``start`` keeps it from ending in between.
-* `HostedProcess`: such a process as a handle uses it. For a child it is ``worker_process.WorkerProcess``; for one on
-  another host a launcher has a class of its own, such as ``ray.remote_process.RemoteProcess``.
-* ``process.ProcessWorker``: the handle of a worker in a `HostedProcess`.
+* ``process.start_in_child(...)``: the handle of a worker in a child of this program, the one for its device.
+* `HostedProcess`: a process that is no such child, such as one on another host. A launcher has a class of its own for
+  it, as ``ray.remote_process.RemoteProcess`` is; ``process.ProcessWorker`` is the handle of a worker in it.
 
 ``process.ProcessLauncher`` puts them together.
 """

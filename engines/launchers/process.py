@@ -50,7 +50,7 @@ class ProcessLauncher(Launcher):
                     local,
                     group.store,
                 )
-                group.workers.append(_started(worker_class, context, environment | order, options))
+                group.workers.append(start_in_child(worker_class, context, environment | order, options))
         return group
 
 
@@ -78,9 +78,13 @@ def in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     return (f"{kind}:0" if order else ""), order
 
 
-def _started(
+def start_in_child(
     worker_class: type[Any], context: WorkerContext, environment: dict[str, str], options: LaunchOptions
 ) -> ProcessWorker:
+    """Begin to start a worker in the child for its device; return its handle, whose ``started`` tells when it is ready.
+
+    The child is started with ``environment``, unless it runs already for workers of other engines.
+    """
     with joining:
         owner = owner_of(context) if options.owns_process else ""
         process = process_for(context.device_name, environment, owner, options.python)

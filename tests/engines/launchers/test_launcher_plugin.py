@@ -45,10 +45,9 @@ def rlcore_register_launchers(register):
 
 from rlcore.engines.launchers.base import Launcher, engine_numbers
 from rlcore.engines.launchers.group import WorkerGroup
-from rlcore.engines.launchers.process import ProcessWorker
+from rlcore.engines.launchers.process import start_in_child
 from rlcore.engines.launchers.runtime_files import new_store
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.launchers.worker_process import joining, process_for
 
 class AcmeLauncher(Launcher):
     gives_processes = True
@@ -61,14 +60,7 @@ class AcmeLauncher(Launcher):
                 context = WorkerContext(
                     options.engine, rank, len(placements), placement.devices[0], number, store=group.store
                 )
-                with joining:
-                    process = process_for(context.device_name, {"ACME": "1"})
-                    worker, started = process.start(worker_class, context, options.timeout_s)
-                group.workers.append(
-                    ProcessWorker(
-                        worker_class, context, options.timeout_s, process, number=worker, started=started
-                    )
-                )
+                group.workers.append(start_in_child(worker_class, context, {"ACME": "1"}, options))
         return group
 """
 PROCESSES_PROGRAM = """
