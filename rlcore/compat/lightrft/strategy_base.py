@@ -23,14 +23,14 @@ from rlcore.compat.lightrft.actor import ActorLanguage
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.dataloader import ResumingSampler
 from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, sampling_params_of
-from rlcore.compat.lightrft.ranks import Ranks
+from rlcore.compat.lightrft.spmd_program import SpmdProgram
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.errors import CheckpointError, StateError, UnsupportedError
 
 T = TypeVar("T")
 
 
-class StrategyBase(Ranks):
+class StrategyBase(SpmdProgram):
     """How models train, generate and move between device and host; the same program runs on each rank of torchrun.
 
     Model folders are ``args.pretrain``.

@@ -1,4 +1,4 @@
-"""``Ranks``: the world of a program that runs on every rank alike, and what the ranks tell each other."""
+"""``SpmdProgram``: a program that runs on every rank alike, and what its ranks tell each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlcore.device import Device
 from rlcore.errors import InvalidInputError
 
 
-class Ranks:
+class SpmdProgram:
     """This rank with its device, and the others. Without torchrun's variables the program is a world of one rank."""
 
     seed: int
