@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.base.conftest import Site
 
 LAUNCHER = """
@@ -100,6 +102,7 @@ def test_a_plugins_launcher_starts_workers(tmp_path: Path) -> None:
     assert refused.startswith("launcher must be one of ") and "acme" in refused.partition(", got ")[0]
 
 
+@pytest.mark.slow
 def test_a_plugins_launcher_starts_processes_and_leaves_none_after_a_failure(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.install("acme", PROCESSES)
