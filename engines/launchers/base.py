@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.messages import Kind
@@ -88,7 +88,7 @@ class HostedProcess(Protocol):
 
     def prepare(
         self, kind: Kind, worker: int, arguments: tuple[object, object], pending: PendingCall
-    ) -> Callable[[], Future[Any]]:
+    ) -> Callable[[], Future[object]]:
         """Encode the call of a worker; return a function that makes it, and returns ``pending.future``.
 
         The tensors in the arguments must not change until the call is answered. When the process ends first, the
@@ -106,7 +106,7 @@ class HostedProcess(Protocol):
     def flush(self) -> None:
         """Send the calls that were made, where one message carries several."""
 
-    def cancel(self, answer: Future[Any]) -> None:
+    def cancel(self, answer: Future[object]) -> None:
         """Tell the worker that nobody waits for this call any more. The call still runs, and is answered."""
 
     def stack(self) -> str:
