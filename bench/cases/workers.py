@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import UnsupportedError
 from rlcore.process.python_command import python_code
 
-Where = Literal["process", "ray", "ray_other_host"]
-"""Children of the program, workers under Ray on its own host, and on another one."""
+_OTHER_HOST = "ray_other_host"
+"""In the place of a launcher: Ray, with the workers on another host than the program's."""
 TIMEOUT_S = 120.0
 _TENSOR_BYTES = 256 << 20
 _NUM_RUNS = 5
@@ -41,12 +41,13 @@ _BARE = "import torch; print(torch.__version__, flush=True)"
 
 @contextlib.contextmanager
 def worker_processes(
-    worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S, *, where: Where = "process"
+    worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S, *, launcher: str = "process"
 ) -> Iterator[WorkerGroup]:
     """Worker processes that live as long as a measurement; those of Ray share a cluster."""
-    launcher = "process" if where == "process" else "ray"
-    if where != "process":
-        device_names = [f"{_host(where)}/{name}" for name in device_names]
+    if launcher in ("ray", _OTHER_HOST):
+        host = _other_host() if launcher == _OTHER_HOST else connect().hosts()[0].name
+        device_names = [f"{host}/{name}" for name in device_names]
+        launcher = "ray"
     group = start_workers(worker_class, "the bench", device_names, launcher=launcher, timeout_s=timeout_s)
     try:
         yield group
@@ -54,10 +55,8 @@ def worker_processes(
         group.stop()
 
 
-def _host(where: Where) -> str:
-    """Return the name of a host: this one, in a cluster of its own, or another one of the cluster at RAY_ADDRESS."""
-    if where == "ray":
-        return connect().hosts()[0].name
+def _other_host() -> str:
+    """Return the name of another host of the cluster at RAY_ADDRESS."""
     if not (address := os.environ.get("RAY_ADDRESS")):
         raise UnsupportedError(
             "a worker on another host",
@@ -106,46 +105,46 @@ class _Echo(BenchWorker):
         return self.tensor
 
 
-def _prepare_call(where: Where, device: Device) -> Work:
+def _prepare_call(launcher: str, device: Device) -> Work:
     def run() -> Measured:
-        with worker_processes(_Echo, [device.name], where=where) as group:
+        with worker_processes(_Echo, [device.name], launcher=launcher) as group:
             return Measured(*median_time(1000, lambda: ask(group, "echo", 7), warm_up=_WARM_UP))
 
-    return Work((self_timed(where, run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
+    return Work((self_timed(launcher, run, _check_echo),), {"workers": 1}, num_runs=_NUM_RUNS)
 
 
 def _check_echo(answer: int) -> None:
     expect(answer == 7, f"7 came back as {answer!r}")
 
 
-def _prepare_sending(where: Where, device: Device) -> Work:
+def _prepare_sending(launcher: str, device: Device) -> Work:
     tensor = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
 
     def check(arrived: tuple[int, float, float]) -> None:
         expected = (tensor.numel(), float(tensor[0]), float(tensor[-1]))
         expect(arrived == expected, f"{arrived} arrived, not {expected}")
 
-    return _tensor_work(where, device, lambda group: ask(group, "take", tensor), check)
+    return _tensor_work(launcher, device, lambda group: ask(group, "take", tensor), check)
 
 
-def _prepare_receiving(where: Where, device: Device) -> Work:
+def _prepare_receiving(launcher: str, device: Device) -> Work:
     def check(answer: Tensor) -> None:
         expected = torch.arange(_TENSOR_BYTES // 4, dtype=torch.float32)
         expect(torch.equal(answer, expected), "another tensor came back")
 
-    return _tensor_work(where, device, lambda group: ask(group, "give"), check)
+    return _tensor_work(launcher, device, lambda group: ask(group, "give"), check)
 
 
 def _tensor_work(
-    where: Where, device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]
+    launcher: str, device: Device, call: Callable[[WorkerGroup], Any], check: Callable[[Any], None]
 ) -> Work:
     def run() -> Measured:
-        with worker_processes(_Echo, [device.name], where=where) as group:
+        with worker_processes(_Echo, [device.name], launcher=launcher) as group:
             ask(group, "make", _TENSOR_BYTES // 4)
             answer, seconds = median_time(10, lambda: call(group), warm_up=_WARM_UP)
             return Measured(answer, seconds, {"throughput": Quantity(_TENSOR_BYTES / seconds, "byte/s")})
 
-    way = "shared_memory" if where == "process" else where
+    way = "shared_memory" if launcher == "process" else launcher
     return Work((self_timed(way, run, check),), {"bytes": _TENSOR_BYTES}, num_runs=_NUM_RUNS)
 
 
@@ -163,49 +162,51 @@ def _bare_imports_s(number: int) -> float:
     return seconds
 
 
-def _prepare_start(where: Where, num_workers: int, device: Device) -> Work:
+def _prepare_start(launcher: str, num_workers: int, device: Device) -> Work:
     names = [f"{device.spec.name}:{index}" for index in range(num_workers)]
-    if where != "process":  # the cluster and its agent are there before
-        with worker_processes(_Echo, names[:1], where=where):
+    if launcher != "process":  # the cluster and its agent are there before
+        with worker_processes(_Echo, names[:1], launcher=launcher):
             pass
 
     def run() -> Measured:
         before_s = _bare_imports_s(num_workers)  # and after: what is started first finds colder files and caches
         started = time.perf_counter()
-        with worker_processes(_Echo, names, where=where) as group:
+        with worker_processes(_Echo, names, launcher=launcher) as group:
             answer = ask(group, "echo", 7)
             seconds = time.perf_counter() - started
         bare_s = (before_s + _bare_imports_s(num_workers)) / 2
         ratio = Quantity(seconds / bare_s, "1")
         return Measured(answer, seconds, {"bare_import": Quantity(bare_s, "s"), "ratio_to_bare_import": ratio})
 
-    return Work((self_timed(where, run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
+    return Work((self_timed(launcher, run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
 
 
-_PLACES: tuple[tuple[Where, str, str], ...] = (
+_PLACES: tuple[tuple[str, str, str], ...] = (
     ("process", "", "a worker process"),
     ("ray", "ray_", "a worker under Ray"),
-    ("ray_other_host", "ray_other_host_", "a worker on another host of a Ray cluster"),
+    (_OTHER_HOST, "ray_other_host_", "a worker on another host of a Ray cluster"),
 )
 
 cases = (
     *(
         case
-        for where, prefix, whose in _PLACES
+        for launcher, prefix, whose in _PLACES
         for case in (
-            Case(f"workers/{prefix}call", f"a call of {whose} and its answer", partial(_prepare_call, where)),
+            Case(f"workers/{prefix}call", f"a call of {whose} and its answer", partial(_prepare_call, launcher)),
             Case(
-                f"workers/{prefix}send", f"a 256 MiB tensor as an argument of {whose}", partial(_prepare_sending, where)
+                f"workers/{prefix}send",
+                f"a 256 MiB tensor as an argument of {whose}",
+                partial(_prepare_sending, launcher),
             ),
             Case(
                 f"workers/{prefix}receive",
                 f"a 256 MiB tensor as the answer of {whose}",
-                partial(_prepare_receiving, where),
+                partial(_prepare_receiving, launcher),
             ),
             Case(
                 f"workers/{prefix}start_4",
                 f"{whose}, four of them at once until all answer, beside four bare imports of torch",
-                partial(_prepare_start, where, 4),
+                partial(_prepare_start, launcher, 4),
             ),
         )
     ),

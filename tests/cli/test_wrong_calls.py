@@ -143,7 +143,7 @@ COMMANDS = [
     ("plan --train 2 --host a=cuda:1", "2 devices are needed and 1 can be used: a has cuda:0 (none is held)"),
     (
         "plan --train 3 --num-hosts 2 --host a=cuda:4",
-        "3 workers in groups of 1 cannot be spread alike over num_hosts=2",
+        "3 workers in groups of 1 cannot be spread alike over num_hosts=2; give a num_hosts that divides 3, or none",
     ),
     ("plan --train 2 --host a=cuda:2 --strategy x", "strategy must be one of pack, spread, got 'x'"),
     ("plan --train 2 --host a=cuda:2 --label rack=r7", "no accepted host has host_labels rack=r7: a has none"),

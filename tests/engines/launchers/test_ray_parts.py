@@ -24,6 +24,7 @@ from rlcore import __version__
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.ray import agent as agent_module
 from rlcore.engines.launchers.ray import heartbeat, wire
+from rlcore.engines.launchers.ray import link as link_module
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
 from rlcore.engines.launchers.ray.cluster import Cluster, _start_local, set_local_variables
@@ -361,6 +362,29 @@ def test_a_host_is_asked_again_and_again_with_a_pause(monkeypatch: pytest.Monkey
             thread.join(LIMIT_S)
     assert asked == [(100.0, [5]), (100.0 + LOOK_S, [3]), (100.0 + 2 * LOOK_S, [3])]
     assert link.why_lost == "its agent has ended: ACTOR_DIED"
+
+
+@pytest.mark.parametrize(
+    ("why_lost", "raised", "told"),
+    [
+        ("", ValueError("ACTOR_DIED"), "host host-b: its agent has ended: ACTOR_DIED"),
+        ("", TimeoutError(), "host host-b: new_store() of its agent did not end within 10 s"),
+        ("it did not answer for 10 s", None, "host host-b: it is lost: it did not answer for 10 s"),
+    ],
+)
+def test_a_question_that_a_host_does_not_answer_names_it(
+    why_lost: str, raised: Exception | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain_bytes(ref: Any, timeout_s: float) -> bytes:
+        assert raised is not None
+        raise raised
+
+    monkeypatch.setattr(link_module, "plain_bytes", plain_bytes)
+    link: Any = HostLink.__new__(HostLink)
+    link.host, link.why_lost = "host-b", why_lost
+    link._actor = SimpleNamespace(new_store=SimpleNamespace(remote=lambda: None))
+    with pytest.raises(StateError, match=f"^{re.escape(told)}$"):
+        link.new_store()
 
 
 def test_a_process_that_ends_before_it_is_known_is_no_error_of_its_host() -> None:
