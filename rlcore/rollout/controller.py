@@ -341,6 +341,11 @@ class RolloutController:
         """The version of the weights that the engines serve."""
         return self._bound.version
 
+    @property
+    def num_healthy(self) -> int:
+        """The number of inference engines that have not been taken out."""
+        return self._fleet.num_healthy
+
     # ----------------------------------------------------------------------------------- state and stats
 
     @property
