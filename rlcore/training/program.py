@@ -173,7 +173,7 @@ class TrainProgram:
         return metrics
 
     def _asked(self, ask: Callable[[], list[Episode]]) -> list[Episode]:
-        """Return what the samplers answer. If the last of them has ended they are started again, once: then ask anew."""
+        """Return what the samplers answer. If none is left they are started again, once, and asked anew."""
         try:
             return ask()
         except RolloutError:

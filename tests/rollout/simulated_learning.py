@@ -23,6 +23,8 @@ from rlcore.rollout.pacing import Pacing
 
 GROUPS, SAMPLES, MINIBATCHES, RATE, STEP_S = 32, 8, 4, 1e-3, 0.59
 _PARTS = (10, 10, 2)
+BOUNDS = [(bound, True) for bound in (0, 1, 2, 4, 8)] + [(bound, False) for bound in (2, 4, 8)]
+"""Staleness, and whether the samplers are paced."""
 
 
 class Network(nn.Module):
@@ -197,7 +199,7 @@ class Run:
 def main(seeds: list[int]) -> None:
     for seed in seeds:
         network = imitated(seed)
-        for max_staleness, pacing in ((0, True), (1, True), (2, True), (4, True), (8, True), (2, False), (4, False), (8, False)):
+        for max_staleness, pacing in BOUNDS:
             found = Run(network, seed, max_staleness=max_staleness, pacing=pacing, group_s=0.005).learn(steps=40)
             print(seed, max_staleness, pacing, found, flush=True)
             if max_staleness == 0:

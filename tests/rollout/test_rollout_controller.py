@@ -143,7 +143,7 @@ def test_with_pacing_as_many_episodes_may_be_waited_for_as_the_bound_lets_begin(
 def test_the_work_for_a_request_does_not_grow_with_the_requests_that_are_under_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Reads of a request's size are counted: to find the engine with least to do they were added up for each new one."""
+    """Reads of a request's size are counted: to find the engine with least to do all were added up for each new one."""
     reads = 0
 
     class Counted(Request):
