@@ -40,10 +40,8 @@ class Stopwatch:
         self._device = device
         self.steps: list[float] = []
         self.phases: dict[str, list[float]] = {name: [] for name in PHASES}
-        self._times = PhaseTimes(device, PHASES)
-        self.phase = self._times.phase
-        self._started = 0.0
         self._memory = PeakWatch(self._used_bytes, _POLL_S)
+        self.begin()
 
     def _used_bytes(self) -> int:
         memory = self._device.memory.info()
