@@ -70,7 +70,7 @@ class EngineDriver:
         """The requests that the engine is being sent: it may never answer that call."""
         self._under_way: dict[int, Request] = {}
         self.tokens_under_way = 0
-        """Those of all three, counted as they come and go: a sum for each new request would cost their square."""
+        """The most that all three may cost, counted as they come and go: a sum for each request costs their square."""
         self._num_pauses = 0
         self._is_ended = False
         self._call_began: float | None = None
