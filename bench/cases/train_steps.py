@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Contender, Quantity, expect
 from rlcore.bench.cases.models import ModelShape, drawn, policy, transformers_class
-from rlcore.bench.cases.workers import BenchWorker, worker_processes
+from rlcore.bench.cases.workers import BenchWorker, ask_each, worker_processes
 from rlcore.device import Device
 from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.train import TrainEngine
@@ -182,7 +182,7 @@ def clipped_gain(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
 def plain_steps(rank_class: type[PlainRank], setup: Setup, batches: Sequence[Batch]) -> StepTimes:
     names = setup.device_names
     with worker_processes(rank_class, names, _TIMEOUT_S, launcher=choose_launcher(None, len(names))) as group:
-        found: list[StepTimes] = group.call("run", [((setup, batches), {})] * len(names))
+        found: list[StepTimes] = ask_each(group, "run", setup, batches)
     slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
     return found[0]._replace(seconds=slowest, peak_bytes=max(one.peak_bytes for one in found))
 

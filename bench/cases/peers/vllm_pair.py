@@ -21,6 +21,7 @@ from rlcore.bench.cases.models import ModelShape
 from rlcore.bench.cases.offload import Way
 from rlcore.bench.cases.peers import vllm_worker
 from rlcore.bench.cases.timing import timed
+from rlcore.bench.cases.workers import ask_each
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
@@ -191,7 +192,7 @@ class VllmPair:
     def ask_each(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each replica's worker."""
         (group,) = self.infer.executors
-        return group.call(method, [(arguments, {})] * len(group.workers))
+        return ask_each(group, method, *arguments)
 
     def close(self) -> None:
         self.train.close()
