@@ -532,6 +532,7 @@ class Trainer:
         return float(loss.detach())
 
 
+@pytest.mark.slow
 def test_five_trainers_in_turns_learn_as_if_alone(device: Any) -> None:
     alone, in_turns = ([Trainer(device, seed) for seed in range(5)] for _ in range(2))
     expected = [[trainer.step() for _ in range(4)] for trainer in alone]
