@@ -124,7 +124,8 @@ def configure(
 @app.command()
 def quickstart(
     model: Annotated[
-        Path | None, typer.Option(parser=given_path, help="Folder of a Hugging Face causal language model.")
+        Path | None,
+        typer.Option(parser=given_path, metavar="PATH", help="Folder of a Hugging Face causal language model."),
     ] = None,
     device: DeviceName = None,
     executor: Annotated[str | None, typer.Option(help="What samples: hf, vllm, or sglang.", show_default="hf")] = None,
