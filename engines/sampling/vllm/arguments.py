@@ -58,6 +58,8 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
         "enable_sleep_mode": not device.spec.is_host,
         "logprobs_mode": "processed_logprobs",
         "use_tqdm_on_load": False,
+        # On a host vLLM fails at a prompt with a seed that is computed in parts: it winds the generator back.
+        **({"enable_chunked_prefill": False} if device.spec.is_host else {}),
         **given,
         # vLLM refuses to start when less than this fraction is free; kv_cache_memory_bytes limits what it uses.
         "gpu_memory_utilization": 0.01,

@@ -44,6 +44,15 @@ def test_a_model_that_reads_images_has_a_tokenizer(monkeypatch: pytest.MonkeyPat
         assert found["skip_tokenizer_init"] is not reads_images
 
 
+def test_prompts_are_computed_whole_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM fails there at a prompt with a seed that is computed in parts; who asks for parts has them."""
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads vLLM's source
+    context = WorkerContext("the engine", 0, world_size=1, device_name="cpu:0", number=0, devices=("cpu:0",))
+    for given, expected in (({}, False), ({"enable_chunked_prefill": True}, True)):
+        found = arguments.engine_arguments(KV_CACHE | given, FOLDER, context)
+        assert found["enable_chunked_prefill"] is expected
+
+
 def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's build for the CPU reads it."""
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"VLLM_CPU_KVCACHE_SPACE": "1"})
