@@ -108,7 +108,7 @@ def measure(
     has_experts = bool(routers_of(module))
     given = _prompts(model.vocab_size, options) if prompts is None else list(prompts)
     say(f"sampling {options.sequences * options.tokens} tokens by {options.infer}")
-    outputs = _sampled(folder, options, given, has_experts)
+    outputs = _sampled(folder, options, given, has_experts, say)
     sequence = (outputs[0].prompt_token_ids + outputs[0].outputs[0].token_ids)[:_MOST_PROBED]
     theirs = _looked_inside(folder, options, sequence, say) if options.layers else {}
     say("scoring them by the trainer")
@@ -149,12 +149,23 @@ def _build(folder: Path, options: ParityOptions, **more: Any) -> InferenceEngine
     return engine.build(**{"devices": options.train, "dtype": options.dtype, **options.infer_options, **more})
 
 
-def _sampled(folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool) -> list[RequestOutput]:
-    more = {"enable_return_routed_experts": True} if has_experts and options.infer in _RETURNING_ROUTES else {}
+def _sampled(
+    folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool, say: Callable[[str], None]
+) -> list[RequestOutput]:
     each = -(-options.sequences // len(prompts))
     params = {"n": each, "max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}
-    with _build(folder, options, **more) as infer:
+    with _returning_routes(folder, options, say) if has_experts else _build(folder, options) as infer:
         return infer.generate(prompts, params | {"ignore_eos": True})
+
+
+def _returning_routes(folder: Path, options: ParityOptions, say: Callable[[str], None]) -> InferenceEngine:
+    """Return a sampler that returns the experts of each token, if it can."""
+    if options.infer in _RETURNING_ROUTES:
+        try:
+            return _build(folder, options, enable_return_routed_experts=True)
+        except UnsupportedError as error:
+            say(f"routes are not replayed: {error}")
+    return _build(folder, options)
 
 
 def _looked_inside(
