@@ -1,10 +1,10 @@
 """``RolloutController``: episodes run beside the training, and finished ones are given to the trainer in batches.
 
-Three kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run
-(``episode_runner.py``); and one for each inference engine (``engine_driver.py``). One lock, the controller's, protects
-what they share: the ``EpisodeQueue`` with its ``StalenessBound``, and who waits for which episode. The loop's thread
-takes it when an episode ends, so nobody who holds it may wait for that thread, but in ``Condition.wait``, which gives
-it up.
+Four kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run
+(``episode_runner.py``); one for each inference engine (``engine_driver.py``); and one that looks for engines that do
+not answer (``fleet.py``). One lock, the controller's, protects what they share: the ``EpisodeQueue`` with its
+``StalenessBound``, and who waits for which episode. The loop's thread takes it when an episode ends, so nobody who
+holds it may wait for that thread, but in ``Condition.wait``, which gives it up.
 """
 
 from __future__ import annotations

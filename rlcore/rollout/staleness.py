@@ -28,10 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlcore.arguments import COUNT, Kind, optional, takes
+from rlcore.arguments import COUNT, WHOLE_FROM_0, optional, takes
 from rlcore.errors import InvalidInputError
-
-_AT_LEAST_0 = Kind("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
 
 
 class StalenessBound:
@@ -43,7 +41,7 @@ class StalenessBound:
         max_concurrent: the most episodes that run together; None leaves that to the staleness.
     """
 
-    @takes("StalenessBound", max_staleness=_AT_LEAST_0, batch_size=COUNT, max_concurrent=optional(COUNT))
+    @takes("StalenessBound", max_staleness=WHOLE_FROM_0, batch_size=COUNT, max_concurrent=optional(COUNT))
     def __init__(self, *, max_staleness: int, batch_size: int, max_concurrent: int | None = None) -> None:
         self.max_staleness, self.batch_size, self.max_concurrent = max_staleness, batch_size, max_concurrent
         self.version = 0

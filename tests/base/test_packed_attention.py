@@ -33,7 +33,8 @@ from rlcore.packed import attention as packed_attention  # noqa: E402  # they im
 from rlcore.packed import choice as packed_choice  # noqa: E402
 from rlcore.packed import implementations as packed_implementations  # noqa: E402
 from rlcore.packed.attention import explain, packed_hidden_states  # noqa: E402
-from rlcore.packed.choice import AttentionCall, Implementation  # noqa: E402
+from rlcore.packed.attention_call import AttentionCall  # noqa: E402
+from rlcore.packed.choice import Implementation  # noqa: E402
 
 # Torch 2.10's own, of the fake tensors of a dry run: transformers asks whether groups are aligned.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor is deprecated")
@@ -797,7 +798,7 @@ def test_autocast_on_the_gpu() -> None:
     assert_as_accurate(packed, padded, run(in_float64(decoder), implementation="padded"))
 
 
-def refuses_windows(call: packed_choice.AttentionCall, device: torch.device) -> str | None:
+def refuses_windows(call: AttentionCall, device: torch.device) -> str | None:
     return "it has no windows" if call.window else None
 
 

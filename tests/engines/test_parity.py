@@ -130,6 +130,7 @@ def test_a_dense_model_and_prompts_of_text(qwen2_folder: Path, tmp_path: Path) -
         (["--infer-option", "dtype"], "give NAME=VALUE, got 'dtype'", 2),
         (["--infer-option", "max_num_seq=3"], "max_num_seqs", 1),
         (["--prompts", "/nowhere"], "/nowhere cannot be read as text", 2),
+        (["--prompts", "/dev/null"], "/dev/null has no prompt; write one a line", 2),
         (["--tokens", "4000"], "the model has", 1),
     ],
 )
