@@ -73,8 +73,8 @@ class VllmExecutor(ReplicaExecutor):
         if engine_args.get(RETURN_EXPERTS) and self.device.spec.is_host:
             raise UnsupportedError(
                 f"{RETURN_EXPERTS} on {self.device.name}",
-                "vLLM's build for the CPU records none: in 0.26 its kernel of experts has no place for it, and 0.32 does "
-                "it in a model runner that needs a Triton for CPUs; sample by executor='hf', or on a GPU",
+                "vLLM's build for the CPU records none: in 0.26 its kernel of experts has no place for it, and 0.32 "
+                "does it in a model runner that needs a Triton for CPUs; sample by executor='hf', or on a GPU",
             )
         self.engine_version = versions.prepare(is_batch_invariant=is_invariant)
         versions.check_platform(self.device)
