@@ -365,7 +365,7 @@ def _facts(record: Record) -> dict[str, str]:
         "commit": record.commits(),
         "python": system.python,
         "operating system": system.operating_system,
-        "processor": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores",
+        "processor": system.host,
         "host threads": str(record.num_threads),
         "kind of run": record.effort,
         **{f"${name}": value for name, value in sorted(record.environment.items())},

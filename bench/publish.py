@@ -15,7 +15,7 @@ from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.record import CaseResult, Record, by_case, json_schema, read
 from rlcore.bench.reports.answers import ReportRun
 from rlcore.bench.reports.page import render
-from rlcore.bench.reports.summary import Selector, is_of_machine, is_ours, median, selected
+from rlcore.bench.reports.summary import Selector, is_of_machine, is_ours, median, selected, value_of
 from rlcore.bench.reports.tables import (
     ResultTable,
     missing_table,
@@ -92,7 +92,7 @@ def _shown_row(shown: ReadmeRow, record: Record) -> list[str]:
     cells = [shown.label, _told(ours, shown), "", "", _machine(record)]
     if shown.beside is not None:
         other = _chosen(shown, record, shown.beside, "of another")
-        ratio = _value(ours, shown) / _value(other, shown)
+        ratio = value_of(ours, shown.metric) / value_of(other, shown.metric)
         is_rate = ours.unit(shown.metric).endswith("/s")
         cells[2:4] = _told(other, shown), f"{ratio if is_rate else 1 / ratio:.2f}"
     return cells
@@ -113,12 +113,8 @@ def _chosen(shown: ReadmeRow, record: Record, selector: Selector, whose: str) ->
     raise BenchError(f"{shown.case} {why} {shown.record}.json{reasons}; the README shows only what passed")
 
 
-def _value(result: CaseResult, shown: ReadmeRow) -> float:
-    return median(result, "" if shown.metric == "time" else shown.metric)
-
-
 def _told(result: CaseResult, shown: ReadmeRow) -> str:
-    number = quantity(_value(result, shown), result.unit(shown.metric))
+    number = quantity(value_of(result, shown.metric), result.unit(shown.metric))
     return number if shown.beside is None else f"{number}, {result.implementation}"
 
 
@@ -153,7 +149,7 @@ def _section(name: str, record: Record) -> str:
     parts = [
         f"\n## {name}: {record.device_name}\n",
         f"{record.started_at[:10]}, {', '.join(record.software())}; rlcore {record.rlcore}, commit {record.commits()}; "
-        f"host: {system.host_processor_model_name}, {system.host_processor_core_count} cores.\n",
+        f"host: {system.host}.\n",
         *(f"Notes: {note}.\n" for name in NOTES if (note := getattr(system, name))),
     ]
     if marks := dict.fromkeys(mark for result in passed for mark in result.marks):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -110,7 +111,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("a result with status 'pass' must have a metric called 'time'")
         if wrong := [metric for metric in self.metrics if metric.name in _TIMES and metric.unit != "s"]:
             raise ValueError(f"{wrong[0].name} must be in s, and is in {wrong[0].unit!r}")
-        if twice := _repeated(metric.name for metric in self.metrics):
+        counts = Counter(metric.name for metric in self.metrics)
+        if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"two metrics of a result are called {twice[0]!r}")
         if self.rounds and sum(self.rounds) != (count := len(self.samples("time")) if self.metrics else 0):
             raise ValueError(f"rounds of {sum(self.rounds)} samples in all, and {count} samples of the time")
@@ -142,8 +144,15 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return next(found.samples for found in self.metrics if found.name == metric)
 
 
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
+def no_number(
+    case: str,
+    status: Status,
+    reason: str,
+    implementation: str = "",
+    params: Mapping[str, int | float | str] = MappingProxyType({}),
+) -> CaseResult:
+    """Return a result that says why there is no number."""
+    return CaseResult(name=case, implementation=implementation, status=status, params=dict(params), reason=reason)
 
 
 def identity(result: CaseResult) -> tuple[object, ...]:
@@ -183,6 +192,11 @@ class System(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     hw_notes: str = ""
     """The text of ``--note``, such as that others use the machine."""
     sw_notes: str = ""
+
+    @property
+    def host(self) -> str:
+        """The host's processor and number of cores."""
+        return f"{self.host_processor_model_name}, {self.host_processor_core_count} cores"
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -231,10 +245,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def device_name(self) -> str:
-        """The name of the device that was measured; of a host its processor and number of cores."""
-        system = self.system
-        host = f"{system.host_processor_model_name}, {system.host_processor_core_count} cores"
-        return system.accelerator_model_name or host
+        """The name of the device that was measured."""
+        return self.system.accelerator_model_name or self.system.host
 
     def software(self) -> list[str]:
         """Return torch, the libraries under it and Python, with their versions."""

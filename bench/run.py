@@ -21,7 +21,7 @@ from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.measurement.measure import Sampling
 from rlcore.bench.measurement.telemetry import joined, marks
-from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, write
+from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, no_number, write
 from rlcore.device import Device
 from rlcore.errors import BenchError
 from rlcore.settings import Settings
@@ -134,8 +134,7 @@ class BenchRun:
 
     def _skip(self, cases: Sequence[Case], reason: str) -> None:
         for case in cases:
-            skipped = CaseResult(name=case.name, implementation="", status="skipped", params={}, reason=reason)
-            self._results.setdefault(case.name, [skipped])
+            self._results.setdefault(case.name, [no_number(case.name, "skipped", reason)])
 
     def _wants_round(self, case: Case, number: int) -> bool:
         found = self._results.get(case.name)

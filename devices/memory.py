@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from rlcore._torch_private import copy_all
 from rlcore.arguments import LIST, optional
-from rlcore.device import HostMemory, Memory
+from rlcore.device import Device, HostMemory, Memory
 from rlcore.devices.copy_batch import Batch
 from rlcore.devices.host_memory import HostBuffer, check_nbytes
 from rlcore.devices.ipc.exporter import exporter
@@ -23,9 +23,6 @@ from rlcore.devices.streams import STREAM
 from rlcore.errors import InvalidInputError, first_line
 from rlcore.tensor_data import dtype_name
 from rlcore.types import Capability, IpcExport, IpcHandle, MemoryInfo, MemoryStats
-
-if TYPE_CHECKING:
-    from rlcore.devices.generic import GenericTorchDevice
 
 _OF_ALLOCATOR = ("info", "stats", "reset_peak", "empty_cache")
 """Members that ``torch.accelerator`` answers, by asking the allocator of the back end."""
@@ -66,7 +63,7 @@ class TorchMemory(TorchPart, Memory):
     sharing_class: ClassVar[type[Sharing] | None] = None
     """The vendor's IPC of memory; None where it has none."""
 
-    def __init__(self, device: GenericTorchDevice) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._ipc = TensorIpc(device, self.sharing_class(device)) if self.sharing_class else None
         self._pools: dict[str, Pool] = {}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rlcore.arguments import Checked
-from rlcore.device import DevicePart
+from rlcore.device import Device, DevicePart
 from rlcore.errors import UnsupportedError
 from rlcore.types import Capability
-
-if TYPE_CHECKING:
-    from rlcore.devices.generic import GenericTorchDevice
 
 
 class TorchPart(Checked, DevicePart):
@@ -24,7 +21,7 @@ class TorchPart(Checked, DevicePart):
     name: ClassVar[str]
     members: ClassVar[tuple[str, ...]]
 
-    def __init__(self, device: GenericTorchDevice) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
 
     def limits(self) -> dict[str, Capability]:

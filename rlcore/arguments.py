@@ -45,6 +45,7 @@ def optional(kind: Kind) -> Kind:
 
 FLAG = kind_of("True or False", bool)
 WHOLE = Kind("a whole number", lambda value: isinstance(value, numbers.Integral) and not isinstance(value, bool))
+WHOLE_FROM_0 = Kind("a whole number of at least 0", lambda value: WHOLE.has(value) and value >= 0)
 COUNT = Kind("a whole number of at least 1", lambda value: WHOLE.has(value) and value >= 1)
 NUMBER = Kind("a number", lambda value: WHOLE.has(value) or _is_float(value))
 AT_LEAST_0 = Kind("a finite number of at least 0", lambda value: NUMBER.has(value) and 0 <= value < math.inf)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.clone import build, clone
+
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """\
 import torch
 
@@ -46,19 +46,11 @@ TYPES = re.findall(r"reveal_type\(.*\)  # (.*)", PROGRAM)
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an environment with the wheel of this checkout, beside the packages of the test's own."""
     folder = tmp_path_factory.mktemp("environment")
-    copy = folder / "copy"
-    (copy / "src").mkdir(parents=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    (copy / "rlcore").symlink_to(ROOT / "rlcore")
-    shutil.copy(ROOT / "src" / "rlcore", copy / "src", follow_symlinks=False)
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    built = subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+    built = build(clone(folder / "copy"), "wheel", folder)
     made = [sys.executable, "-m", "venv", "--without-pip", str(folder / "env")]
     subprocess.run(made, check=True)
     (site,) = folder.glob("env/lib/python*/site-packages")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(built) as wheel:
         assert "rlcore/py.typed" in wheel.namelist(), "mypy reads no types of a package without it"
         wheel.extractall(site)
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))

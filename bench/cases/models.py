@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,23 +132,12 @@ class _DrawnTensor:
         return torch.empty(self._shape, **at).normal_(std=_STD, generator=generator)[box]
 
 
-class Drawn(Mapping[str, Any]):
-    """Weights of every parameter of a module, to be read a slice at a time as from a file."""
-
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, device_type: str) -> None:
-        self._drawn = {
-            name: _DrawnTensor(name, tuple(parameter.shape), dtype, device_type)
-            for name, parameter in module.named_parameters()
-        }
-
-    def __getitem__(self, name: str) -> Any:
-        return self._drawn[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._drawn)
-
-    def __len__(self) -> int:
-        return len(self._drawn)
+def drawn(module: torch.nn.Module, dtype: torch.dtype, device_type: str) -> dict[str, Any]:
+    """Return weights of every parameter of a module, to be read a slice at a time as from a file."""
+    return {
+        name: _DrawnTensor(name, tuple(parameter.shape), dtype, device_type)
+        for name, parameter in module.named_parameters()
+    }
 
 
 def policy_class(shape: ModelShape = TINY) -> Any:
@@ -159,13 +148,14 @@ def policy_class(shape: ModelShape = TINY) -> Any:
 
         weights: Path | torch.dtype
         device_type: str
+        adam_options: Mapping[str, Any] = {"fused": True}
 
         def materialization_source(self) -> Any:
             weights = self.weights
-            return weights if isinstance(weights, Path) else Drawn(self, weights, self.device_type)
+            return weights if isinstance(weights, Path) else drawn(self, weights, self.device_type)
 
         def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=True)
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, **self.adam_options)
 
         def reset_peak(self) -> None:
             if torch.accelerator.is_available():
@@ -190,13 +180,10 @@ def learner(folder: Path | str, **options: Any) -> Any:
     Raises:
         MissingDependencyError: transformers is not installed.
     """
-
-    class Learner(HuggingFaceTrainModule, transformers_class("Qwen2ForCausalLM")):  # type: ignore[misc]
-        def on_weights_materialized(self) -> None:
-            self.optimizer = torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, **options)
-
     with meta_device():
-        return Learner.from_pretrained(folder)
+        made = policy_class().from_pretrained(folder)
+    made.weights, made.adam_options = Path(folder), options
+    return made
 
 
 # ------------------------------------------------------------------------------------------ what they are given
@@ -277,7 +264,7 @@ class Folder:
         self.path = Path(self._folder.name)
         with device.torch_device:
             model = transformers_class(shape.class_name)._from_config(shape.config(), dtype=dtype)
-        self.weights = Drawn(model, dtype, device.type)
+        self.weights = drawn(model, dtype, device.type)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(self.weights[name][...])

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
-from rlcore.bench.cases.timing import Measured, median_time, proc_bytes, self_timed
+from rlcore.bench.cases.timing import Measured, median_time, proc_bytes, self_timed, timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import OffloadGroup, optimizer_tensors, swap_groups
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.host_limits import cgroup_limits
 from rlcore.types import OffloadReport
+from rlcore.weights.shards import local_part
 
 _CYCLE_SHARE = 0.65
 """The share of the device's memory that is filled: a 7B model in float32 with Adam on 141 GB."""
@@ -47,11 +48,10 @@ class _Set:
         while self._num_bytes < nbytes:
             self.module.append(_layer(hidden, inner, device.torch_device))
         self.optimizer = torch.optim.AdamW(self.module.parameters())
-        for parameter in self.module.parameters() if trains else ():
-            moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = {"step": torch.ones(()), **moments}
+        if trains:
+            fill_moments(self.optimizer)
         self.group = OffloadGroup(device, self.tensors, lambda guard, state: None)
-        self._expected = self._sums()
+        self._expected = bit_sums(self.tensors())
 
     @property
     def _num_bytes(self) -> int:
@@ -60,13 +60,25 @@ class _Set:
     def tensors(self) -> list[Tensor]:
         return [*self.module.parameters(), *optimizer_tensors([self.optimizer])]
 
-    def _sums(self) -> list[int]:
-        with torch.no_grad():
-            sums = [tensor.view(torch.int32).sum() for tensor in self.tensors() if tensor.numel() > 1]
-            return torch.stack(sums).tolist()
-
     def check(self) -> None:
-        expect(self._sums() == self._expected, "other values came back")
+        expect(bit_sums(self.tensors()) == self._expected, "other values came back")
+
+
+def fill_moments(optimizer: torch.optim.AdamW) -> None:
+    """Give the optimizer random states of the shape that it has after a step, without one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            step = torch.ones((), device=parameter.device if group["fused"] else "cpu")
+            optimizer.state[parameter] = {"step": step, **moments}
+
+
+@torch.no_grad()
+def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the sum of the words of each tensor of more than one element, of a sharded one those of this rank."""
+    sums = [local_part(tensor.detach()).view(torch.int32).sum() for tensor in tensors if tensor.numel() > 1]
+    found: list[int] = torch.stack(sums).tolist()
+    return found
 
 
 def _layer(hidden: int, inner: int, device: torch.device) -> nn.Module:
@@ -236,7 +248,13 @@ def _one_after_the_other(here: _Set, following: _Set) -> tuple[OffloadReport, Of
     return here.group.offload(), following.group.onload()
 
 
-_CHANGES: dict[str, Change] = {"swap": _swap, "one_after_the_other": _one_after_the_other}
+def _changes(
+    link: Link, run: Callable[[Change], tuple[Way, Way, float]], sets: Iterable[_Set]
+) -> tuple[Contender, ...]:
+    for _ in range(2):  # host memory and streams are there
+        run(_swap)
+    changes: dict[str, Change] = {"swap": _swap, "one_after_the_other": _one_after_the_other}
+    return tuple(_contender(name, link, functools.partial(run, change), *sets) for name, change in changes.items())
 
 
 def _prepare_swap(device: Device) -> Work:
@@ -245,19 +263,12 @@ def _prepare_swap(device: Device) -> Work:
     away.group.offload()
 
     def run(change: Change) -> tuple[Way, Way, float]:
-        started = time.perf_counter()
-        out, back = change(*places)
-        seconds = time.perf_counter() - started
+        (out, back), seconds = timed(lambda: change(*places))
         places.reverse()
         return Way.of([out]), Way.of([back]), seconds
 
-    for _ in range(2):  # host memory and streams are there
-        run(_swap)
-    contenders = (
-        _contender(name, link, functools.partial(run, change), here, away) for name, change in _CHANGES.items()
-    )
-    params = {"bytes": here.group.device_bytes or away.group.device_bytes}
-    return Work(tuple(contenders), params, num_runs=_NUM_RUNS)
+    contenders = _changes(link, run, places)
+    return Work(contenders, {"bytes": here.group.device_bytes or away.group.device_bytes}, num_runs=_NUM_RUNS)
 
 
 def _prepare_five(device: Device) -> Work:
@@ -272,17 +283,12 @@ def _prepare_five(device: Device) -> Work:
     sets[0].group.onload()
 
     def run(change: Change) -> tuple[Way, Way, float]:
-        started = time.perf_counter()
-        reports = [change(*pair) for pair in pairs]
-        seconds = time.perf_counter() - started
+        reports, seconds = timed(lambda: [change(*pair) for pair in pairs])
         out, back = (Way.of(some, seconds) for some in zip(*reports, strict=True))
         return out, back, seconds
 
-    for _ in range(2):  # host memory and streams are there
-        run(_swap)
-    contenders = (_contender(name, link, functools.partial(run, change), *sets) for name, change in _CHANGES.items())
     params = {"bytes_trained": nbytes, "bytes_frozen": nbytes // 3}
-    return Work(tuple(contenders), params, num_runs=3)  # of five changes of place each
+    return Work(_changes(link, run, sets), params, num_runs=3)  # of five changes of place each
 
 
 cases = (

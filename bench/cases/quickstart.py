@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.startup import RLCORE
+from rlcore.bench.measurement.measure import processor_s_of_children
 from rlcore.device import Device
 from rlcore.process.python_command import python_code
 
@@ -51,7 +51,7 @@ def quickstart(device: str, seed: int, *options: str) -> QuickstartRun:
     with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
         output = Path(folder, "run")
         arguments = ["--device", device, "--seed", str(seed), "--steps", str(STEPS), "--output", str(output), *options]
-        before_s = _processor_s_of_children()
+        before_s = processor_s_of_children()
         result = subprocess.run(
             python_code(RLCORE, "quickstart", *arguments),
             env=os.environ | {"RLCORE_CACHE": str(Path(folder, "cache"))},
@@ -64,12 +64,7 @@ def quickstart(device: str, seed: int, *options: str) -> QuickstartRun:
             said = result.stderr.replace(folder, "<folder>").strip()[-2000:]
             raise RuntimeError(f"rlcore quickstart --seed {seed} ended with exit code {result.returncode}: {said}")
         steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        return QuickstartRun(steps, _processor_s_of_children() - before_s)
-
-
-def _processor_s_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+        return QuickstartRun(steps, processor_s_of_children() - before_s)
 
 
 def accuracies(steps: Steps) -> tuple[float, float]:

@@ -10,14 +10,14 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.models import Folder, Load, learner, load_on
-from rlcore.bench.cases.timing import Measured, PhaseTimes, self_timed
+from rlcore.bench.cases.timing import Measured, PhaseTimes, self_timed, timed
 from rlcore.device import Device
 from rlcore.engines.batch import collate
 from rlcore.engines.inference import InferenceEngine
@@ -35,9 +35,8 @@ _SYNC_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 def _prepare_train_step(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    train = TrainEngine(learner(held_folder(held, load, device).path))
-    train.build(devices=device.name)
-    held.callback(train.close)
+    folder = held.enter_context(contextlib.closing(Folder(load.model, load.dtype, device)))
+    train = held.enter_context(TrainEngine(learner(folder.path)).build(devices=device.name))
     batch = load.train_batch()
     num_tokens = int(batch["attention_mask"].sum())
     contender = Contender(
@@ -56,40 +55,25 @@ def check_trained(metrics: Mapping[str, float]) -> None:
     expect(metrics["grad_norm"] > 0, "there was no gradient")
 
 
-def held_folder(held: contextlib.ExitStack, load: Load, device: Device) -> Folder:
-    folder = Folder(load.model, load.dtype, device)
-    held.callback(folder.close)
-    return folder
-
-
 def _prepare_rollout(device: Device) -> Work:
     load = load_on(device)
     held = contextlib.ExitStack()
-    infer = InferenceEngine(held_folder(held, load, device).path)
-    infer.build(devices=device.name)
-    held.callback(infer.close)
+    folder = held.enter_context(contextlib.closing(Folder(load.model, load.dtype, device)))
+    infer = held.enter_context(InferenceEngine(folder.path).build(devices=device.name))
     asked, options = load.prompt_ids(), _sampling(load)
     wanted = sum(load.lengths()) * load.samples
 
-    def run() -> _Rollout:
-        started = time.perf_counter()
-        outputs = infer.generate(asked, options, progress=False)
-        return _Rollout(outputs, time.perf_counter() - started)
-
-    def check(done: _Rollout) -> None:
-        found = sum(len(answer.token_ids) for output in done.outputs for answer in output.outputs)
+    def check(done: tuple[list[Any], float]) -> None:
+        found = sum(len(answer.token_ids) for output in done[0] for answer in output.outputs)
         expect(found == wanted, f"{found} tokens were sampled, not {wanted}")
 
-    def quantities(done: _Rollout) -> Mapping[str, Quantity]:
-        return {"new_tokens": Quantity(wanted / done.seconds, "token/s")}
-
-    contender = Contender("hf", run, check, quantities=quantities)
+    contender = Contender(
+        "hf",
+        lambda: timed(lambda: infer.generate(asked, options, progress=False)),
+        check,
+        quantities=lambda done: {"new_tokens": Quantity(wanted / done[1], "token/s")},
+    )
     return Work((contender,), {**load.params, "devices": 1}, close=held.close)
-
-
-class _Rollout(NamedTuple):
-    outputs: list[Any]
-    seconds: float
 
 
 def _sampling(load: Load, seed: int = 0) -> list[dict[str, Any]]:

@@ -7,22 +7,20 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, ModelShape, packed_batch, policy, policy_class
-from rlcore.bench.cases.offload import Link, Moved, Way, room_of_host
+from rlcore.bench.cases.offload import Link, Moved, Way, bit_sums, fill_moments, room_of_host
 from rlcore.bench.cases.timing import Measured, proc_bytes, self_timed
 from rlcore.device import Device
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.offload.host_arena import BLOCK_BYTES, arena_of
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
-from rlcore.weights.shards import local_part
 
 _HOST_SHARE = 0.8
 """The share of what the control group leaves."""
@@ -42,19 +40,10 @@ _TRAINING_TOKENS, _HOST_TRAINING_TOKENS = 4096, 128
 def _policy(dense: ModelShape, device: Device) -> Any:
     class Filled(policy_class()):  # type: ignore[misc]
         def fill_optimizer(self) -> None:
-            """Give the optimizer the states that it has after a step, without one."""
-            for parameter in self.parameters():
-                moments = {name: torch.randn_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[parameter] = {"step": torch.ones((), device=parameter.device), **moments}
+            fill_moments(self.optimizer)
 
         def sums(self) -> list[int]:
-            with torch.no_grad():
-                return torch.stack([tensor.view(torch.int32).sum() for tensor in self._tensors()]).tolist()
-
-        def _tensors(self) -> Iterator[Tensor]:
-            for tensor in (*self.parameters(), *optimizer_tensors([self.optimizer])):
-                if tensor.numel() > 1:
-                    yield local_part(tensor.detach())
+            return bit_sums([*self.parameters(), *optimizer_tensors([self.optimizer])])
 
         def repeat_exactly(self) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for
@@ -186,12 +175,12 @@ def _prepare_training(device: Device) -> Work:
 
     return Work(
         (
-            Contender("no offload", lambda: run(moves=False), check, seconds=_seconds),
+            Contender("no offload", lambda: run(moves=False), check, seconds=attrgetter("seconds")),
             Contender(
                 "offload after each step",
                 lambda: run(moves=True),
                 check,
-                seconds=_seconds,
+                seconds=attrgetter("seconds"),
                 quantities=lambda done: {
                     "device_memory_last_to_second": Quantity(done.device_bytes[-1] / done.device_bytes[1], "1"),
                     "host_memory_last_to_second": Quantity(done.host_bytes[-1] / done.host_bytes[1], "1"),
@@ -201,10 +190,6 @@ def _prepare_training(device: Device) -> Work:
         {"model": dense.name, "layers": dense.layers, "steps": _TRAINING_CYCLES, "tokens": tokens},
         num_runs=1,
     )
-
-
-def _seconds(done: _Learned) -> float:
-    return done.seconds
 
 
 cases = (

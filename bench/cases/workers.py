@@ -48,9 +48,14 @@ def worker_processes(
         group.stop()
 
 
+def ask_each(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
+    """Call all workers, and return their answers."""
+    return group.call(method, [(args, {})] * len(group.workers))
+
+
 def ask(group: WorkerGroup, method: str, *args: Any) -> Any:
     """Call all workers, and return the answer of the first."""
-    return group.call(method, [(args, {})] * len(group.workers))[0]
+    return ask_each(group, method, *args)[0]
 
 
 class BenchWorker:

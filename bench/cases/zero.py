@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.cases.models import LEARNING_RATE, Folder, Load, learner, load_on, transformers_class
-from rlcore.bench.cases.reinforcement import check_trained, held_folder
+from rlcore.bench.cases.reinforcement import check_trained
+from rlcore.bench.cases.train_steps import CLIP_HIGH, CLIP_LOW, clipped_gain
 from rlcore.device import Device
 from rlcore.engines.deepspeed.library import check_installed, deepspeed_for
 from rlcore.engines.deepspeed.options import ZeroOptions
@@ -27,21 +28,20 @@ def _prepare(device: Device) -> Work:
     check_installed()
     load = load_on(device)
     held = contextlib.ExitStack()
-    folder = held_folder(held, load, device)
+    folder = held.enter_context(contextlib.closing(Folder(load.model, load.dtype, device)))
     batch = load.train_batch()
     num_tokens = int(batch["attention_mask"].sum())
 
     def contender(name: str, executor: str, **options: Any) -> Contender:
         engine = TrainEngine(learner(folder.path), executor=executor)
-        held.callback(engine.close)
-        engine.build(devices=device.name, compute_dtype=dtype_name(load.dtype), **options)
-        loss = ppo_clip(clip_low=0.2, clip_high=0.28)
+        held.enter_context(engine.build(devices=device.name, compute_dtype=dtype_name(load.dtype), **options))
+        loss = ppo_clip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
         return Contender(name, lambda: engine.train_batch(batch, loss), check_trained)
 
     contenders = [contender("fsdp2", "fsdp2")]
     contenders += [contender(f"deepspeed, ZeRO {stage}", "deepspeed", stage=stage) for stage in _STAGES]
-    plain = _PlainLoop(device, load, folder)  # one alone: two engines of a process would share DeepSpeed's globals
-    held.callback(plain.close)
+    # One alone: two engines of a process would share DeepSpeed's globals.
+    plain = held.enter_context(contextlib.closing(_PlainLoop(device, load, folder)))
     contenders.append(Contender(f"plain DeepSpeed, ZeRO {plain.stage}", lambda: plain.step(batch), check_trained))
     return Work(tuple(contenders), {**load.params, "tokens": num_tokens, "devices": 1}, close=held.close)
 
@@ -71,10 +71,8 @@ class _PlainLoop:
         logits = self._engine(input_ids=there["input_ids"], attention_mask=there["attention_mask"]).logits
         logprob = logits[:, :-1].float().log_softmax(-1).gather(2, there["input_ids"][:, 1:, None])[..., 0]
         mask = there["loss_mask"][:, 1:]
-        ratio = (logprob - there["old_logprobs"][:, 1:]).exp()
-        gain = there["advantages"][:, None]
-        value = -torch.minimum(ratio * gain, ratio.clamp(1 - 0.2, 1 + 0.28) * gain)
-        loss = (value * mask).sum() / mask.sum()
+        gain = clipped_gain(logprob, there["old_logprobs"][:, 1:], there["advantages"][:, None])
+        loss = -(gain * mask).sum() / mask.sum()
         self._engine.backward(loss)
         self._engine.step()
         return {"loss": float(loss.detach()), "grad_norm": float(self._engine.get_global_grad_norm())}

@@ -8,6 +8,7 @@ threads have changed, or, on a host, when others used it meanwhile.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -16,7 +17,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from rlcore.atomic import write_file
 from rlcore.bench.measurement.telemetry import Monitor, marks
@@ -83,15 +83,11 @@ def _product(dtype: torch.dtype) -> Callable[[Any, float], float]:
         for M, N, K in _HOST_PRODUCTS if device.spec.is_host else _PRODUCTS:
             a_MK, b_KN = (torch.randn(*shape, device=device.torch_device).to(dtype) for shape in ((M, K), (K, N)))
             out_MN = a_MK @ b_KN
-            run = _product_into(a_MK, b_KN, out_MN)
+            run = functools.partial(torch.mm, a_MK, b_KN, out=out_MN)
             rates.append(2 * M * N * K / shortest_s(device, run, budget_s))
         return max(rates)
 
     return measure
-
-
-def _product_into(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], Any]:
-    return lambda: torch.mm(a, b, out=out)
 
 
 def _memory(device: Device, budget_s: float) -> float:
@@ -149,7 +145,7 @@ class Store:
         self._path = Settings.from_env().cache / f"bench-limits-{system.device.replace(':', '-')}.json"
         self._valid_for = {
             "accelerator": system.accelerator_model_name,
-            "processor": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores",
+            "processor": system.host,
             "framework": system.framework,
             "threads": str(record.num_threads),
             **system.other_software_stack,

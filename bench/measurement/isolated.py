@@ -31,7 +31,7 @@ from rlcore.bench.case import Case, load_cases
 from rlcore.bench.measurement.calibrate import Store, calibrate
 from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.bench.measurement.system import new_record
-from rlcore.bench.record import Calibration, CaseResult, Effort, Record, Status
+from rlcore.bench.record import Calibration, CaseResult, Effort, Record, no_number
 from rlcore.errors import BenchError
 from rlcore.process.framing import read_message, take_standard_output, write_message
 from rlcore.process.memory_kills import machine_kills
@@ -125,14 +125,11 @@ class Isolated:
         if answer.body:
             return _results(answer, case)
         if answer.is_late and timeout_s < case.timeout_s:
-            return [
-                _ended(
-                    case, "skipped", f"the time that the run had (--within) ended {timeout_s:.0f} s into it{self._at()}"
-                )
-            ]
+            reason = f"the time that the run had (--within) ended {timeout_s:.0f} s into it{self._at()}"
+            return [no_number(case.name, "skipped", reason)]
         if answer.code == -signal.SIGKILL and machine_kills() > oom_kills:
-            return [_ended(case, "oom", "the system ended its process for want of memory")]
-        return [_ended(case, "fail", self._how(answer, job))]
+            return [no_number(case.name, "oom", "the system ended its process for want of memory")]
+        return [no_number(case.name, "fail", self._how(answer, job))]
 
     def _or_raise(self, job: CaseJob, kind: type[_T]) -> _T:
         answer = self._ask(job)
@@ -192,11 +189,7 @@ def _results(answer: JobAnswer, case: Case) -> list[CaseResult]:
     try:
         return msgspec.json.decode(answer.body, type=list[CaseResult])
     except msgspec.ValidationError as error:  # such as a quantity of 0 or NaN, which no record may hold
-        return [_ended(case, "fail", f"what it found is no result: {error}")]
-
-
-def _ended(case: Case, status: Status, reason: str) -> CaseResult:
-    return CaseResult(name=case.name, implementation="", status=status, params={}, reason=reason)
+        return [no_number(case.name, "fail", f"what it found is no result: {error}")]
 
 
 def with_limits(isolated: Isolated, record: Record, is_forced: bool) -> Record:

@@ -23,7 +23,7 @@ from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.measurement.device_clock import DeviceClock, Flush
 from rlcore.bench.measurement.telemetry import Monitor, marks
-from rlcore.bench.record import CaseResult, Metric, Status
+from rlcore.bench.record import CaseResult, Metric, Status, no_number
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
@@ -62,7 +62,7 @@ def run_case(case: Case, device: Device, sampling: Sampling | None = None) -> li
             raise TypeError(f"prepare returned {work!r}, which is no bench.case.Work")
         _expect_distinct(work)
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
-        return [_not_measured(case, "", {}, *_failure(error))]
+        return [no_number(case.name, *_failure(error))]
     try:
         return _measure(case, work, device, sampling, monitor)
     finally:
@@ -106,7 +106,7 @@ def _in_turns(trials: list[Trial]) -> Iterator[Trial]:
 def _result(case: Case, work: Work, trial: Trial, monitor: Monitor, began_at: float) -> CaseResult:
     name, params = trial.contender.implementation, {**work.params, **trial.contender.params}
     if trial.failure is not None:
-        return _not_measured(case, name, params, *trial.failure)
+        return no_number(case.name, *trial.failure, name, params)
     telemetry = monitor.telemetry()
     return CaseResult(
         name=case.name,
@@ -132,12 +132,6 @@ def _limits(work: Work) -> dict[str, int]:
     found = {} if work.bytes is None else {"memory": work.bytes}
     dtype = work.params.get("dtype")
     return found if work.flops is None or dtype is None else {f"product/{dtype}": work.flops, **found}
-
-
-def _not_measured(
-    case: Case, implementation: str, params: dict[str, int | float | str], status: Status, reason: str
-) -> CaseResult:
-    return CaseResult(name=case.name, implementation=implementation, status=status, params=params, reason=reason)
 
 
 # ---------------------------------------------------------------------------------------------- one contender
@@ -345,8 +339,12 @@ def _is_on_host(work: Work, device: Device) -> bool:
 
 def _processor_s() -> float:
     """Return the time of all threads of this process, and of the children it has waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    return time.process_time() + processor_s_of_children()
+
+
+def processor_s_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _failure(error: Exception) -> tuple[Status, str]:

@@ -32,10 +32,10 @@ class ReportRun:
     usd_per_hour: float | None = None
     """The price of one device."""
 
-    def first(self, case: str, metric: str = "time") -> CaseResult | None:
+    def first(self, case: str, metric: str = "time", *, of_ours: bool = False) -> CaseResult | None:
         """Return the first result of a case that passed and has the metric."""
         found = (one for one in self.record.passed() if one.name == case and one.has(metric))
-        return next(found, None)
+        return next((one for one in found if is_ours(one) or not of_ours), None)
 
     @property
     def step(self) -> CaseResult | None:
@@ -103,11 +103,11 @@ def _against(cell: _Cell, ratio: float, first: _Cell, runs: tuple[ReportRun, Rep
 # ------------------------------------------------------------------------------------------------- questions
 
 
-def _metric(form: Callable[[float], str], metric: str, *cases: str) -> Question:
-    """Ask the first of the cases that a run has."""
+def _metric(form: Callable[[float], str], metric: str, *cases: str, of_ours: bool = False) -> Question:
+    """Ask the first of the cases that a run has; ``of_ours`` leaves out the contenders of others."""
 
     def question(run: ReportRun) -> _Cell | None:
-        result = next(filter(None, (run.first(case, metric) for case in cases)), None)
+        result = next(filter(None, (run.first(case, metric, of_ours=of_ours) for case in cases)), None)
         return _Cell(form(median(result, metric)), median(result, metric), result) if result else None
 
     return question
@@ -116,14 +116,6 @@ def _metric(form: Callable[[float], str], metric: str, *cases: str) -> Question:
 def _bubble(run: ReportRun) -> _Cell | None:
     found = run.first("rl/step", "bubble")
     return _Cell(f"{median(found, 'bubble'):.0%}", None, found) if found else None
-
-
-def _trained_alone(run: ReportRun) -> _Cell | None:
-    """Return the rate of rlcore's first contender: the others trade time for memory, or have uneven lengths."""
-    case, metric = "train/dense_1.5b", "tokens_a_device"
-    results = (one for one in run.record.passed() if one.name == case and is_ours(one) and one.has(metric))
-    result = next(results, None)
-    return _Cell(count(median(result, metric)), median(result, metric), result) if result else None
 
 
 def _priced(form: Callable[[float, float], str], number: Callable[[CaseResult, float], float]) -> Question:
@@ -192,7 +184,8 @@ _QUESTIONS: dict[str, Question] = {
     "bubble: neither sampling, scoring nor training": _bubble,
     "tokens sampled a second": _metric(count, "new_tokens", "rollout/hf", "rl/step"),
     "one train step": _metric(seconds, "time", "train/step"),
-    "tokens trained a second, trainer alone": _trained_alone,
+    # Of rlcore the first contender: the others trade time for memory, or have uneven lengths.
+    "tokens trained a second, trainer alone": _metric(count, "tokens_a_device", "train/dense_1.5b", of_ours=True),
     "matrix products, bfloat16": _limit("product/bfloat16"),
     "memory, read and written": _limit("memory"),
     "fastest peer's time over ours": _ahead,

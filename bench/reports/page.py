@@ -66,8 +66,7 @@ def _facts(record: Record) -> dict[str, str]:
     system = record.system
     return {
         "devices": str(system.accelerators_per_node or "the host itself"),
-        "host": f"{system.host_processor_model_name}, {system.host_processor_core_count} cores, "
-        f"{system.host_memory_capacity_bytes / 2**30:.0f} GiB",
+        "host": f"{system.host}, {system.host_memory_capacity_bytes / 2**30:.0f} GiB",
         "software": ", ".join(record.software()),
         "rlcore": f"{record.rlcore}, commit {record.commits()}",
         **{words(name): note for name in NOTES if (note := getattr(system, name))},

@@ -31,6 +31,11 @@ def median(result: CaseResult, metric: str = "") -> float:
     return statistics.median(result.samples(metric) if metric else times(result))
 
 
+def value_of(result: CaseResult, metric: str) -> float:
+    """Return the median that tables and targets show: of "time" that of ``times``."""
+    return median(result, "" if metric == "time" else metric)
+
+
 def p10_p90(samples: Sequence[float]) -> list[float]:
     """Return the tenth and the ninetieth percentile."""
     found: list[float] = np.percentile(samples, (10, 90)).tolist()
@@ -232,7 +237,6 @@ def outcomes(record: Record, known: Sequence[ResultTarget] | None = None) -> lis
 
 
 def _outcomes(target: ResultTarget, results: list[CaseResult]) -> list[TargetOutcome]:
-    metric = "" if target.metric == "time" else target.metric
     chosen = [one for one in selected(results, target.of) if one.has(target.metric)]
     base = 1.0
     if target.times_that_of is not None:
@@ -240,10 +244,9 @@ def _outcomes(target: ResultTarget, results: list[CaseResult]) -> list[TargetOut
         if len(bases) != 1:
             chosen = []  # nothing, or which of them?
         else:
-            base = median(bases[0], metric)
-    return [TargetOutcome(target, one, median(one, metric) / base) for one in chosen] or [
-        TargetOutcome(target, None, None)
-    ]
+            base = value_of(bases[0], target.metric)
+    found = [TargetOutcome(target, one, value_of(one, target.metric) / base) for one in chosen]
+    return found or [TargetOutcome(target, None, None)]
 
 
 def selected(results: Iterable[CaseResult], selector: Selector) -> list[CaseResult]:
@@ -258,23 +261,6 @@ _CLASS_NAME = re.compile(r"^(?:\w+\.)*[A-Z]\w+: (?=.* )")
 """Before a sentence; "KeyError: 'T'" would say nothing without it."""
 _UNSUPPORTED = " is not supported: "
 _LONGEST = 110
-
-
-class Missing(NamedTuple):
-    status: str
-    implementation: str
-    why: str
-    cases: tuple[str, ...]
-    """All for which the three are the same."""
-
-
-def missing(results: Iterable[CaseResult]) -> list[Missing]:
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for result in results:
-        if result.status != "pass":
-            why = shortened(result.reason, result.implementation)
-            found.setdefault((result.status, result.implementation, why), []).append(result.name)
-    return [Missing(*same, tuple(cases)) for same, cases in found.items()]
 
 
 def shortened(reason: str, implementation: str) -> str:

@@ -17,7 +17,6 @@ from rlcore.bench.record import Calibration, CaseResult, Record, by_case
 from rlcore.bench.reports.summary import (
     TARGET_COLUMNS,
     median,
-    missing,
     outcomes,
     p10_p90,
     share_of_limit,
@@ -117,8 +116,13 @@ def targets_table(record: Record) -> ResultTable:
 
 
 def missing_table(record: Record) -> ResultTable:
-    """Return the results without a number."""
-    rows = [[one.status, one.implementation, one.why, ", ".join(one.cases)] for one in missing(record.cases)]
+    """Return the results without a number, in one row those of the same reason."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for result in record.cases:
+        if result.status != "pass":
+            why = shortened(result.reason, result.implementation)
+            found.setdefault((result.status, result.implementation, why), []).append(result.name)
+    rows = [[*same, ", ".join(cases)] for same, cases in found.items()]
     return ResultTable(["status", "implementation", "why", "cases"], rows)
 
 

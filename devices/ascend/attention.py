@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rlcore.packed.choice import AttentionCall
+    from rlcore.packed.attention_call import AttentionCall
     from rlcore.packed.implementations import PackedSequences
 
 _CAUSAL, _BAND = 3, 4

@@ -7,13 +7,13 @@ import functools
 import itertools
 import threading
 import weakref
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
 
 from rlcore._torch_private import copy_all
-from rlcore.device import HostMemory
+from rlcore.device import Device, HostMemory
 from rlcore.devices.copy_batch import Batch, BatchSide, Flags
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
@@ -22,15 +22,12 @@ from rlcore.devices.ipc.sharing import Sharing
 from rlcore.devices.memory import TorchMemory
 from rlcore.types import Capability
 
-if TYPE_CHECKING:
-    from rlcore.devices.generic import GenericTorchDevice
-
 
 @final
 class CudaMemory(TorchMemory):
     sharing_class: ClassVar[type[Sharing] | None] = CudaSharing
 
-    def __init__(self, device: GenericTorchDevice) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._settling = threading.Lock()
         self._in_flight: collections.deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = collections.deque()

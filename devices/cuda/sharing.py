@@ -11,17 +11,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 
 from rlcore._torch_private import storage_at
+from rlcore.device import Device
 from rlcore.devices.cuda import driver
 from rlcore.devices.ipc.sharing import SharedMemory, Sharing
 from rlcore.errors import DeviceError, UnsupportedError
-
-if TYPE_CHECKING:
-    from rlcore.devices.generic import GenericTorchDevice
 
 _PAYLOAD = struct.Struct(f"<{driver.HANDLE_BYTES}sQ")
 """The handle of the block, and the offset of the storage in it."""
@@ -35,7 +33,7 @@ class _ImportedBlock:
 
 @final
 class CudaSharing(Sharing):
-    def __init__(self, device: GenericTorchDevice) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._lock = threading.Lock()
         self._blocks: dict[bytes, _ImportedBlock] = {}

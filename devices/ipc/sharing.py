@@ -8,12 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from rlcore.devices.generic import GenericTorchDevice
+from rlcore.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class SharedMemory:
 class Sharing(ABC):
     """The sharing of one device, named by ``Memory.sharing_class``. Storages of 0 bytes never reach it."""
 
-    def __init__(self, device: GenericTorchDevice) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
 
     @abstractmethod

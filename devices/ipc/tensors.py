@@ -12,11 +12,11 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import torch
 
 from rlcore._torch_private import storage_key
+from rlcore.device import Device
 from rlcore.devices.ipc.exporter import Export, exporter
 from rlcore.devices.ipc.importer import Wanted, importer
 from rlcore.devices.ipc.mapping import Mapping
@@ -26,9 +26,6 @@ from rlcore.devices.ipc.socket import pid_of
 from rlcore.errors import InvalidInputError, StateError
 from rlcore.process.status import boot_id
 from rlcore.types import IpcHandle
-
-if TYPE_CHECKING:
-    from rlcore.devices.generic import GenericTorchDevice
 
 OnRevoke = Callable[[Mapping], None]
 
@@ -40,7 +37,7 @@ _requests = itertools.count(1)
 class TensorIpc:
     """Exports and imports of one device."""
 
-    def __init__(self, device: GenericTorchDevice, sharing: Sharing) -> None:
+    def __init__(self, device: Device, sharing: Sharing) -> None:
         self._device = device
         self._sharing = sharing
 

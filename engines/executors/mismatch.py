@@ -7,7 +7,6 @@ device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -73,7 +72,3 @@ class Mismatch:
             f"{MISMATCH}bias": apart / divisor,
             f"{MISMATCH}effective_sample_size": torch.where(count > 0, ratio * ratio / (divisor * square), 1.0),
         }
-
-
-def has_sampler_logprobs(names: Mapping[str, Tensor]) -> bool:
-    return any(name in names for name in SAMPLER_ENTRIES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.executors.expert_load import ExpertLoad
 from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
-from rlcore.engines.executors.mismatch import Mismatch, has_sampler_logprobs
+from rlcore.engines.executors.mismatch import SAMPLER_ENTRIES, Mismatch
 from rlcore.engines.executors.shared_sequences import loss_of_shared_sequences
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.executors.train_options import LossOptions, ScoreOptions, StepOptions
@@ -99,12 +98,13 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 
 def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
     routers, phase = _routers(strategy, batch), strategy.device.profiler.range
-    metrics = _Metrics.of(strategy, batch, routers)
-    watched = metrics.watching(loss_fn)
+    metrics = _Metrics(strategy, batch, routers, loss_fn)
     for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
         with _replaying(routers, micro_batch):  # the backward may compute blocks again
             with phase("train_batch: forward and loss"):
-                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
+                loss, (stats, weight) = strategy.forward(
+                    partial(_loss, strategy, micro_batch, metrics.loss_fn, options)
+                )
             with phase("train_batch: backward"):
                 strategy.backward(loss, is_last=number == batch.num_micro_batches)
         metrics.add(loss.detach(), stats, weight, micro_batch.routes)
@@ -165,35 +165,33 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
     routers, phase = _routers(strategy, batch), strategy.device.profiler.range
-    metrics = _Metrics.of(strategy, batch, routers)
-    watched = metrics.watching(loss_fn)
+    metrics = _Metrics(strategy, batch, routers, loss_fn)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in _trained(strategy, batch, options):
             with phase("eval_batch: forward and loss"), _replaying(routers, micro_batch):
-                loss, (stats, weight) = strategy.forward(partial(_loss, strategy, micro_batch, watched, options))
+                loss, (stats, weight) = strategy.forward(
+                    partial(_loss, strategy, micro_batch, metrics.loss_fn, options)
+                )
             metrics.add(loss, stats, weight, micro_batch.routes)
     return _begin_reading(metrics.joined(strategy.num_alike), strategy.device)()
 
 
-@dataclass(frozen=True, slots=True)
 class _Metrics:
-    """Statistics of micro-batches, kept on the device until the end: no host sync on the way."""
+    """Statistics of micro-batches, kept on the device until the end: no host sync on the way.
 
-    rows: list[dict[str, Tensor]] = field(default_factory=list)
-    """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
-    mismatch: Mismatch | None = None
-    expert_load: ExpertLoad | None = None
+    With the sampler's mismatch, which is seen as the loss runs, and the load of experts, if a batch has their entries.
 
-    @staticmethod
-    def of(strategy: ShardingStrategy, batch: RankBatch, routers: list[Router]) -> _Metrics:
-        """Return those of a batch: with the sampler's mismatch and the load of experts if it has their entries."""
+    Attributes:
+        loss_fn: the loss to call, so that the mismatch is seen.
+    """
+
+    def __init__(self, strategy: ShardingStrategy, batch: RankBatch, routers: list[Router], loss_fn: LossFn) -> None:
         device = strategy.device.torch_device
-        mismatch = Mismatch(device) if has_sampler_logprobs(batch.packed) else None
-        load = ExpertLoad(routers, device) if ROUTES in batch.packed else None
-        return _Metrics(mismatch=mismatch, expert_load=load)
-
-    def watching(self, loss_fn: LossFn) -> LossFn:
-        return loss_fn if self.mismatch is None else self.mismatch.watching(loss_fn)
+        self.rows: list[dict[str, Tensor]] = []
+        """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
+        self.mismatch = Mismatch(device) if any(name in batch.packed for name in SAMPLER_ENTRIES) else None
+        self.loss_fn = loss_fn if self.mismatch is None else self.mismatch.watching(loss_fn)
+        self.expert_load = ExpertLoad(routers, device) if ROUTES in batch.packed else None
 
     def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor, routes: Tensor | None) -> None:
         self.rows.append({"loss": loss, "weight": weight, **stats})

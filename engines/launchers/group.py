@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol
@@ -155,9 +155,21 @@ class WorkerGroup:
             raise
         return futures
 
-    def wait_until_started(self, started: Sequence[Future[Any]]) -> None:
-        """Wait until all workers are ready. Raises as ``call`` does."""
-        self._results("start", list(started), queue.SimpleQueue())
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Take the handles that are added to ``workers`` meanwhile, and wait in the end until all of them are ready.
+
+        Each handle has a future ``started``. After an error, or Ctrl-C, all that were added are ended. Raises as
+        ``call`` does.
+        """
+        try:
+            with sending:
+                yield
+                self.flush()
+            self._results("start", [worker.started for worker in self.workers], queue.SimpleQueue())
+        except BaseException:  # Ctrl-C too: no worker is left
+            self.stop()
+            raise
 
     def _results(
         self, method: str, futures: list[Future[Any]], inbox: _Inbox, *, ends_stopped: bool = False

@@ -9,10 +9,10 @@ import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from rlcore.engines.launchers.base import Launcher, LaunchOptions, WorkerPlacement, engine_numbers
-from rlcore.engines.launchers.group import WorkerGroup, sending
+from rlcore.engines.launchers.base import HostedProcess, Launcher, LaunchOptions, WorkerPlacement, engine_numbers
+from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.messages import Kind, WorkerReference
 from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.runtime_files import new_store
@@ -37,25 +37,20 @@ class ProcessLauncher(Launcher):
         own = worker_environment(all_devices, owns_process=options.owns_process)
         environment = own | without_chosen(os.environ)
         group = WorkerGroup(options.engine, options.timeout_s, str(new_store()))
-        try:
-            with sending:
-                for rank, placement in enumerate(placements):
-                    local, order = in_front(placement.devices) if options.owns_process else ("", {})
-                    context = WorkerContext(
-                        options.engine,
-                        rank,
-                        len(placements),
-                        placement.devices[0],
-                        number,
-                        placement.devices,
-                        local,
-                        group.store,
-                    )
-                    group.workers.append(_started(worker_class, context, environment | order, options))
-            group.wait_until_started([worker.started for worker in group.workers])
-        except BaseException:  # Ctrl-C too: no worker is left
-            group.stop()
-            raise
+        with group.starting():
+            for rank, placement in enumerate(placements):
+                local, order = in_front(placement.devices) if options.owns_process else ("", {})
+                context = WorkerContext(
+                    options.engine,
+                    rank,
+                    len(placements),
+                    placement.devices[0],
+                    number,
+                    placement.devices,
+                    local,
+                    group.store,
+                )
+                group.workers.append(start_in_child(worker_class, context, environment | order, options))
         return group
 
 
@@ -83,9 +78,13 @@ def in_front(device_names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     return (f"{kind}:0" if order else ""), order
 
 
-def _started(
+def start_in_child(
     worker_class: type[Any], context: WorkerContext, environment: dict[str, str], options: LaunchOptions
 ) -> ProcessWorker:
+    """Begin to start a worker in the child for its device; return its handle, whose ``started`` tells when it is ready.
+
+    The child is started with ``environment``, unless it runs already for workers of other engines.
+    """
     with joining:
         owner = owner_of(context) if options.owns_process else ""
         process = process_for(context.device_name, environment, owner, options.python)
@@ -98,40 +97,8 @@ def owner_of(context: WorkerContext) -> str:
     return f"worker {context.rank} of engine {context.number}"
 
 
-class HostedProcess(Protocol):
-    """The process of workers, a child of this one or on another host; ``WorkerProcess`` says what each member does."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_stopped(self) -> bool: ...
-
-    @property
-    def current(self) -> CurrentCall | None: ...
-
-    def prepare(
-        self, kind: Kind, worker: int, arguments: tuple[object, object], pending: PendingCall
-    ) -> Callable[[], Future[Any]]: ...
-
-    def flush(self) -> None: ...
-
-    def cancel(self, answer: Future[Any]) -> None: ...
-
-    def stack(self) -> str: ...
-
-    def forget(self, worker: int) -> None: ...
-
-    def kill(self, because: str) -> None: ...
-
-    def join(self, timeout_s: float) -> bool: ...
-
-
 class ProcessWorker:
-    """A worker that has been sent to a process of workers.
+    """The handle of a worker that has been sent to a process of workers, which may be on another host.
 
     Args:
         number: of the worker in its process.

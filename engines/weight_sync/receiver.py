@@ -378,16 +378,17 @@ class Receiver:
         """Keep the sum of each tensor, to compare it with a later one."""
         self._round.check_id(round_id)
         self._finish_writing("remember()")
-        self._remembered = self._sums()
+        self._remembered = self.sums()
 
     def compare(self, round_id: int) -> list[str]:
         """Return the names of tensors whose sum is not the one that ``remember`` kept."""
         self._round.check_id(round_id)
         self._finish_writing("compare()")
-        now, self._remembered, before = self._sums(), {}, self._remembered
+        now, self._remembered, before = self.sums(), {}, self._remembered
         return sorted(name for name, total in now.items() if before[name] != total)
 
-    def _sums(self) -> dict[str, int]:
+    def sums(self) -> dict[str, int]:
+        """Return a number of each of the target's tensors that changes with any of its bits; in a round or outside."""
         tensors = self._target.tensors()
         return dict(zip(tensors, checksums(tensors.values()), strict=True))
 

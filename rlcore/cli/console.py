@@ -138,7 +138,8 @@ def print_table(header: Row, rows: Sequence[Row]) -> None:
     """
     header, *rows = [[printable(cell) for cell in row] for row in (header, *rows)]
     if not sys.stdout.isatty():
-        _print_lines([header, *rows])
+        lines = [[cell.replace("\n", " ") for cell in row] for row in (header, *rows)]
+        print(*aligned(lines, _WIDEST_ALIGNED), sep="\n")
         return
     console = console_of(sys.stdout)
     widths = _widths([header, *rows])
@@ -190,8 +191,7 @@ def _widths(rows: Sequence[Row]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def _print_lines(rows: Sequence[Row]) -> None:
-    cells = [[cell.replace("\n", " ") for cell in row] for row in rows]
-    widths = [width if width <= _WIDEST_ALIGNED else 0 for width in _widths(cells)]
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def aligned(rows: Sequence[Row], widest: float = math.inf) -> list[str]:
+    """Return a line for each row, in which columns begin below each other but for those behind a wider one."""
+    widths = [width if width <= widest else 0 for width in _widths(rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -103,7 +103,7 @@ def _of_packed_attention(
 ) -> Explanation:
     """Explain a layer with ordinary heads; ``rlcore.packed.attention.explain`` does it for the layers of a model."""
     try:
-        from rlcore.packed.choice import AttentionCall
+        from rlcore.packed.attention_call import AttentionCall
         from rlcore.packed.choice import choose as choose_attention
     except ImportError as error:
         raise MissingDependencyError("transformers", needed_for=_PACKED, extra="hf") from error

@@ -24,7 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
-from rlcore.packed.choice import IMPLEMENTATIONS, AttentionCall, AttentionChoice, choose, implementations
+from rlcore.packed.attention_call import AttentionCall
+from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, choose, implementations
 from rlcore.packed.eligibility import Eligibility, eligibility_of, fault_around
 from rlcore.packed.images import PackedImages
 from rlcore.packed.implementations import (
@@ -156,7 +157,7 @@ def why_heads_not_split(decoder: Any, num_ranks: int, num_sharing: int = 1) -> s
         for heads, kind in ((call.query_heads, "query"), (call.kv_heads, "key and value")):
             if heads % num_ranks:
                 return f"its {heads} {kind} heads do not divide by {num_ranks}; take a divisor of them"
-        if reason := why_not_split(_of_rank(call, num_ranks), num_sharing):
+        if reason := why_not_split(call.of_rank(num_ranks), num_sharing):
             return f"on each of {num_ranks} tensor-parallel ranks: {reason}"
     return None
 
@@ -165,10 +166,6 @@ def split_heads(decoder: nn.Module, num_ranks: int) -> None:
     """Let ``packed_hidden_states`` of ``decoder`` expect this rank's heads alone; see ``why_heads_not_split``."""
     _splitting[decoder] = num_ranks
     _plans.pop(decoder, None)
-
-
-def _of_rank(call: AttentionCall, num_ranks: int) -> AttentionCall:
-    return call._replace(query_heads=call.query_heads // num_ranks, kv_heads=call.kv_heads // num_ranks)
 
 
 def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
@@ -182,8 +179,8 @@ def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Att
 def _calls(decoder: Any, plan: _DecoderPlan) -> frozenset[AttentionCall]:
     """Return the attention calls of this rank."""
     group, num_ranks = _sharing.get(_whole(decoder)), _splitting.get(_whole(decoder), 1)
-    calls = frozenset(_of_rank(call, num_ranks) for call in plan.eligibility.calls)
-    return calls if group is None else frozenset(map(group.own_call, calls))
+    num_sharing = 1 if group is None else group.size
+    return frozenset(call.of_rank(num_ranks).of_rank(num_sharing) for call in plan.eligibility.calls)
 
 
 def _whole(decoder: Any) -> Any:

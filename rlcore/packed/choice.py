@@ -21,6 +21,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from rlcore import probing
 from rlcore._torch_private import check_can_run_triton
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.packed.attention_call import AttentionCall
 from rlcore.packed.implementations import (
     PackedSequences,
     attend_flash,
@@ -41,20 +42,6 @@ _FLASH_ARCH, _FLASH_HEAD = 80, 256
 """The first architecture and the largest head of torch's own kernels of flash attention."""
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, torch.float64: 1e-9}
 """Largest relative error of a probe. A wrong mask is off by 0.1 and more; TF32 products by 1e-3."""
-
-
-class AttentionCall(NamedTuple):
-    """The properties of the attention call of one layer."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    window: int | None = None
-    """The number of tokens that a token attends to, itself included; None: all before it."""
-    softcap: float | None = None
-    has_sinks: bool = False
-    has_dropout: bool = False
 
 
 class AttentionChoice(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rlcore._torch_private import fake_tensors
-from rlcore.packed.choice import AttentionCall
+from rlcore.packed.attention_call import AttentionCall
 from rlcore.packed.implementations import no_attention_mask, own_attention
 from rlcore.probing import short_line
 

@@ -13,7 +13,7 @@ Letters: T tokens of a row, a multiple of P; S = T / P tokens of a rank; F value
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-if TYPE_CHECKING:
-    from rlcore.packed.choice import AttentionCall
+from rlcore.packed.attention_call import AttentionCall
 
 
 def own_tokens(num_tokens: int, rank: int, num_ranks: int) -> range:
@@ -62,11 +61,6 @@ class SequenceGroup:
     def add_up(self, tensor: Tensor) -> None:
         """Overwrite a tensor by its sum over the ranks."""
         dist.all_reduce(tensor, group=self.group)
-
-    def own_call(self, call: AttentionCall) -> AttentionCall:
-        """Return the attention call of this rank's heads."""
-        kv_heads = max(1, call.kv_heads // self.size)
-        return call._replace(query_heads=call.query_heads // self.size, kv_heads=kv_heads)
 
     def own(self, num_tokens: int) -> slice:
         """Return which tokens of a row this rank computes."""

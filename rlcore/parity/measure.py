@@ -107,10 +107,7 @@ def measure(
         module = probed_class(folder).from_pretrained(folder)
     has_experts = bool(routers_of(module))
     given = _prompts(model.vocab_size, options) if prompts is None else list(prompts)
-    say(f"sampling {options.sequences * options.tokens} tokens by {options.infer}")
-    outputs = _sampled(folder, options, given, has_experts)
-    sequence = (outputs[0].prompt_token_ids + outputs[0].outputs[0].token_ids)[:_MOST_PROBED]
-    theirs = _looked_inside(folder, options, sequence, say) if options.layers else {}
+    outputs, theirs = _sampled(folder, options, given, has_experts, say)
     say("scoring them by the trainer")
     with TrainEngine(module) as train:
         train.build(devices=options.train, dtype=options.dtype)
@@ -121,7 +118,7 @@ def measure(
         replays = ROUTES in batch
         without = LogProbAgreement.of(_apart(train, plain, options).flatten()) if replays else None
         routes_apart = _routes_apart(train, outputs) if replays else None
-        ours = train.call("part_results", sequence, gather="first") if theirs else {}
+        ours = train.call("part_results", _probed(outputs), gather="first") if theirs else {}
     parts = compare(ours, theirs)
     return ParityReport(
         model=folder.name,
@@ -149,25 +146,47 @@ def _build(folder: Path, options: ParityOptions, **more: Any) -> InferenceEngine
     return engine.build(**{"devices": options.train, "dtype": options.dtype, **options.infer_options, **more})
 
 
-def _sampled(folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool) -> list[RequestOutput]:
-    more = {"enable_return_routed_experts": True} if has_experts and options.infer in _RETURNING_ROUTES else {}
+def _sampled(
+    folder: Path, options: ParityOptions, prompts: Sequence[Any], has_experts: bool, say: Callable[[str], None]
+) -> tuple[list[RequestOutput], dict[str, Tensor]]:
+    """Return the completions, and the results of the sampler's parts: none if they cannot be had, or are not asked."""
+    say(f"sampling {options.sequences * options.tokens} tokens by {options.infer}")
     each = -(-options.sequences // len(prompts))
     params = {"n": each, "max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}
-    with _build(folder, options, **more) as infer:
-        return infer.generate(prompts, params | {"ignore_eos": True})
-
-
-def _looked_inside(
-    folder: Path, options: ParityOptions, sequence: list[int], say: Callable[[str], None]
-) -> dict[str, Tensor]:
-    plain = _PLAIN_BUILD.get(options.infer, {})
-    say("looking inside the sampler" + (", which is built again without compiled code" if plain else ""))
+    plain = _PLAIN_BUILD.get(options.infer)
+    with _returning_routes(folder, options, say) if has_experts else _build(folder, options) as infer:
+        outputs = infer.generate(prompts, params | {"ignore_eos": True})
+        if not options.layers:
+            return outputs, {}
+        if plain is None:
+            say("looking inside the sampler")
+            return outputs, _activations(infer, _probed(outputs), say)
+    say("looking inside the sampler, which is built again without compiled code")
     with _build(folder, options, **plain) as infer:
+        return outputs, _activations(infer, _probed(outputs), say)
+
+
+def _returning_routes(folder: Path, options: ParityOptions, say: Callable[[str], None]) -> InferenceEngine:
+    """Return a sampler that returns the experts of each token, if it can."""
+    if options.infer in _RETURNING_ROUTES:
         try:
-            return infer.activations(sequence)
+            return _build(folder, options, enable_return_routed_experts=True)
         except UnsupportedError as error:
-            say(f"the parts of the model are not compared: {error}")
-            return {}
+            say(f"routes are not replayed: {error}")
+    return _build(folder, options)
+
+
+def _probed(outputs: Sequence[RequestOutput]) -> list[int]:
+    """Return the sequence whose parts are compared."""
+    return (outputs[0].prompt_token_ids + outputs[0].outputs[0].token_ids)[:_MOST_PROBED]
+
+
+def _activations(infer: InferenceEngine, sequence: list[int], say: Callable[[str], None]) -> dict[str, Tensor]:
+    try:
+        return infer.activations(sequence)
+    except UnsupportedError as error:
+        say(f"the parts of the model are not compared: {error}")
+        return {}
 
 
 def _apart(train: TrainEngine, batch: Mapping[str, Tensor], options: ParityOptions) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rlcore.cli.console import aligned
 from rlcore.planning.step import PhaseMemory, StepPlan, schedule
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     yield f"{plan.model.name}: {_count(plan.model.num_parameters)} parameters{trained}"
     yield f"on {best.layout.count} x {device.name}, {_gib(device.total_bytes)} GiB each"
     yield ""
-    yield from table(_phase_rows(best))
+    yield from aligned(list(_phase_rows(best)))
     yield ""
     if best.fits:
         yield f"It fits, with {_gib(best.spare_bytes)} GiB of a device to spare."
@@ -45,7 +46,7 @@ def _lines(plan: MemoryPlan) -> Iterator[str]:
     if plan.others:
         yield ""
         yield "the next best:"
-        yield from table(_layout_rows([best, *plan.others]))
+        yield from aligned(list(_layout_rows([best, *plan.others])))
 
 
 def _phase_rows(plan: StepPlan) -> Iterator[list[str]]:
@@ -95,11 +96,3 @@ def _count(number: int) -> str:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / _GIB:.2f}"
-
-
-def table(rows: Iterator[list[str]]) -> Iterator[str]:
-    """Yield lines in which each column begins below the other."""
-    kept = list(rows)
-    widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
-    for row in kept:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,10 +1,10 @@
 """``RolloutController``: episodes run beside the training, and finished ones are given to the trainer in batches.
 
-Three kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run
-(``episode_runner.py``); and one for each inference engine (``engine_driver.py``). One lock, the controller's, protects
-what they share: the ``EpisodeQueue`` with its ``StalenessBound``, and who waits for which episode. The loop's thread
-takes it when an episode ends, so nobody who holds it may wait for that thread, but in ``Condition.wait``, which gives
-it up.
+Four kinds of threads: the user's, which calls the controller; one with an event loop, in which all workflows run
+(``episode_runner.py``); one for each inference engine (``engine_driver.py``); and one that looks for engines that do
+not answer (``fleet.py``). One lock, the controller's, protects what they share: the ``EpisodeQueue`` with its
+``StalenessBound``, and who waits for which episode. The loop's thread takes it when an episode ends, so nobody who
+holds it may wait for that thread, but in ``Condition.wait``, which gives it up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
-from rlcore.arguments import AT_LEAST_0, COUNT, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
+from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
@@ -30,6 +30,7 @@ from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
 from rlcore.rollout.lending import LANE as LENT
 from rlcore.rollout.lending import TRAIN_ENGINE, LentDevices
+from rlcore.rollout.pacing import Pacing
 from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
 from rlcore.rollout.timeline import Timeline
@@ -58,6 +59,8 @@ class RolloutController:
         batch_size: episodes that the trainer takes for each version of the weights.
         max_staleness: the most versions that the oldest token of an episode may lag behind when it is trained on. 0 is
             synchronous.
+        pacing: begin episodes no earlier than keeps the trainer from waiting, within ``max_staleness``. False begins as
+            many as ``max_staleness`` allows, as AReaL does: episodes of faster samplers are then as stale as they may.
         max_concurrent: the most episodes that run together; None leaves that to ``max_staleness``.
         max_in_flight: the most prompts that one engine has at a time; others wait for the first engine with room. None:
             each goes at once to the engine that has least to do.
@@ -75,6 +78,7 @@ class RolloutController:
     @takes(
         "RolloutController",
         workflow=WORKFLOW,
+        pacing=FLAG,
         accept=optional(Kind("a function", callable)),
         chat_template=optional(TEXT),
         template_options=optional(kind_of("a mapping", Mapping)),
@@ -91,6 +95,7 @@ class RolloutController:
         *,
         batch_size: int,
         max_staleness: int = 1,
+        pacing: bool = True,
         max_concurrent: int | None = None,
         max_in_flight: int | None = None,
         lent: LentDevices | None = None,
@@ -111,6 +116,7 @@ class RolloutController:
             )
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
+        self._pacing = Pacing(self._bound) if pacing else None
         self._workflow, self._accept = workflow, accept
         self._chat = tokenizer, chat_template, template_options
         self._max_failures_in_row = max_failures_in_row
@@ -166,6 +172,9 @@ class RolloutController:
         wanted = self._bound.batch_size if count is None else count
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.timeline.begin(TRAINER, "wait")
+        if self._pacing is not None:
+            with self._changed:
+                self._pacing.note_wait(wanted)
 
         def is_ready() -> bool:
             self._refuse_other_version("wait()")
@@ -322,6 +331,8 @@ class RolloutController:
                 "sync_weights(version=...) the same"
             )
         with self._changed:
+            if self._pacing is not None and version > self.version:
+                self._pacing.note_version()
             self._runner.cancel(self._episodes.set_version(version))
         self._start_due()
 
@@ -329,6 +340,11 @@ class RolloutController:
     def version(self) -> int:
         """The version of the weights that the engines serve."""
         return self._bound.version
+
+    @property
+    def num_healthy(self) -> int:
+        """The number of inference engines that have not been taken out."""
+        return self._fleet.num_healthy
 
     # ----------------------------------------------------------------------------------- state and stats
 
@@ -411,8 +427,11 @@ class RolloutController:
             ) from self._episodes.last_failure
         if error := self._fleet.why_none():
             raise error
+        if self._pacing is not None:
+            self._pacing.allow(wanted - len(self._bound.ready) - len(self._bound.running) - self._bound.room)
         if self._episodes.source.is_used:
             self._episodes.fill()  # episodes were rejected
+        if self._episodes.queued:
             self._start_due()
         begin = 0 if self._is_paused else min(len(self._episodes.queued), self._bound.room)
         coming = len(self._bound.ready) + len(self._bound.running) + begin

@@ -69,6 +69,8 @@ class EngineDriver:
         self._sending: list[Request] = []
         """The requests that the engine is being sent: it may never answer that call."""
         self._under_way: dict[int, Request] = {}
+        self.tokens_under_way = 0
+        """The most that all three may cost, counted as they come and go: a sum for each request costs their square."""
         self._num_pauses = 0
         self._is_ended = False
         self._call_began: float | None = None
@@ -81,6 +83,7 @@ class EngineDriver:
         with self._changed:
             if not self._is_ended:
                 self._new.append(request)
+                self.tokens_under_way += request.tokens
                 self._changed.notify_all()
                 return
         self._on_failure(self, StateError(f"{self.name} has ended"), [request])
@@ -90,11 +93,6 @@ class EngineDriver:
         with self._changed:
             request.is_cancelled = True
             self._changed.notify_all()
-
-    @property
-    def tokens_under_way(self) -> int:
-        with self._changed:
-            return sum(request.tokens for request in (*self._new, *self._sending, *self._under_way.values()))
 
     @property
     def requests_under_way(self) -> int:
@@ -137,7 +135,7 @@ class EngineDriver:
             self._is_ended = True
             held = (*self._under_way.values(), *self._sending, *self._new)
             lost = [request for request in held if not request.is_cancelled]
-            self._under_way, self._sending, self._new = {}, [], []
+            self._under_way, self._sending, self._new, self.tokens_under_way = {}, [], [], 0
             self._changed.notify_all()
         self._timeline.end(self.name)
         self._on_failure(self, error, lost)
@@ -193,11 +191,11 @@ class EngineDriver:
 
     def _taken(self) -> tuple[list[Request], list[int]]:
         with self._changed:
-            new, self._new = [one for one in self._new if not one.is_cancelled], []
-            self._sending = list(new)
+            new = [one for one in self._new if not one.is_cancelled]
             cancelled = [number for number, one in self._under_way.items() if one.is_cancelled]
-            for number in cancelled:
-                del self._under_way[number]
+            self._leave([one for one in self._new if one.is_cancelled])
+            self._leave([self._under_way.pop(number) for number in cancelled])
+            self._sending, self._new = list(new), []
         return new, cancelled
 
     def _step(self, new: list[Request], cancelled: list[int]) -> None:
@@ -209,6 +207,7 @@ class EngineDriver:
         for number, output in self.engine.collect(timeout_s=_COLLECT_S).items():
             with self._changed:
                 request = self._under_way.pop(number, None)
+                self._leave([request] if request else [])
             if request is not None and not request.is_cancelled:
                 request.deliver(output)
 
@@ -235,8 +234,15 @@ class EngineDriver:
             if self._is_ended:
                 return False
             self._sending = [one for one in self._sending if one not in sent]
-            self._under_way |= dict(zip(numbers, requests, strict=False))
+            if numbers:
+                self._under_way |= dict(zip(numbers, requests, strict=True))
+            else:
+                self._leave(requests)
             return True
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        """Count requests that the engine has no more. It is called with the lock held."""
+        self.tokens_under_way -= sum(one.tokens for one in requests)
 
 
 def _is_inline(engine: InferenceEngine) -> bool:

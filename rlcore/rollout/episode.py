@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlcore.rollout.trajectory import Trajectory
@@ -19,12 +19,13 @@ class Episode:
     """The one that ``submit`` gave."""
     data: Any
     trajectories: list[Trajectory]
+    oldest_version: int | None = field(init=False)
+    """The oldest version of a token that was sampled for it; None if there is none. It is looked for once: that reads
+    every token."""
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest version of a token that was sampled for it; None if there is none."""
-        found = [one.oldest_version for one in self.trajectories]
-        return min((version for version in found if version is not None), default=None)
+    def __post_init__(self) -> None:
+        found = [version for one in self.trajectories if (version := one.oldest_version) is not None]
+        object.__setattr__(self, "oldest_version", min(found, default=None))
 
     @property
     def num_sampled(self) -> int:

@@ -21,8 +21,6 @@ from rlcore.rollout.trajectory import Trajectory
 from rlcore.rollout.workflow import Workflow, as_trajectories
 
 _log = logging.getLogger(__name__)
-_CHECK_S = 0.5
-"""How often the fleet is asked to look for engines that do not answer."""
 Accept = Callable[[list[Trajectory]], bool]
 
 
@@ -98,18 +96,10 @@ class EpisodeRunner:
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        watch = self._loop.create_task(self._watch())
         try:
             self._loop.run_forever()
         finally:
-            watch.cancel()
-            self._loop.run_until_complete(asyncio.gather(watch, return_exceptions=True))
             self._loop.close()
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(_CHECK_S)
-            self._fleet.check()
 
     def _start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         self._tasks[number] = task = self._loop.create_task(self._run(number, data, workflow, accept))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
+_LOOK_S = 0.5
+"""How often engines are looked at that may not answer any more."""
 
 
 class Fleet:
@@ -62,6 +64,8 @@ class Fleet:
         self.num_failures = 0
         self.num_moved = 0
         """Requests that were begun anew on another engine."""
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._watch, name="rlcore-fleet", daemon=True).start()
 
     def lane(self, index: int) -> str:
         return f"sampler {index}"
@@ -144,13 +148,8 @@ class Fleet:
         self._bring_back(restarted)
         return found
 
-    def check(self) -> None:
-        """Take out the engines that have not answered for too long."""
-        for driver in self._healthy():
-            if (stuck_s := driver.stuck_s()) > self._unhealthy_after_s:
-                driver.end(RolloutError(f"{driver.name} has not answered for {stuck_s:.1f} s"))
-
     def close(self) -> None:
+        self._is_closed.set()
         for driver in self._drivers:
             driver.close(_CLOSE_S)
         if self._guest is not None:
@@ -159,6 +158,13 @@ class Fleet:
                 self._guest.engine.resume()
 
     # ----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Take out the engines that have not answered for too long, until ``close``."""
+        while not self._is_closed.wait(_LOOK_S):
+            for driver in self._healthy():
+                if (stuck_s := driver.stuck_s()) > self._unhealthy_after_s:
+                    driver.end(RolloutError(f"{driver.name} has not answered for {stuck_s:.1f} s"))
 
     def why_none(self) -> RolloutError | None:
         """Return an error that says why no engine is left; None if one is."""

@@ -12,7 +12,8 @@ version, and ``given`` in this one, accepted = v B + given + ready. So the secon
 
     S B + max(0, B - given) - (ready + running)
 
-It needs no history, so that a version that took more or fewer than B episodes changes nothing later.
+It needs no history, so that a version that took more or fewer than B episodes changes nothing later. S B is the most
+that may run ahead; ``ahead`` is how many do, which a ``Pacing`` makes fewer where they would only wait.
 
 **Order.** Admission alone does not hold the bound: an episode that takes long may be overtaken by later ones, any
 number of times. So episodes are given in order of their version, oldest first, among those that have ended; and the
@@ -28,10 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlcore.arguments import COUNT, Kind, optional, takes
+from rlcore.arguments import COUNT, WHOLE_FROM_0, optional, takes
 from rlcore.errors import InvalidInputError
-
-_AT_LEAST_0 = Kind("a whole number of at least 0", lambda value: type(value) is int and value >= 0)
 
 
 class StalenessBound:
@@ -43,9 +42,11 @@ class StalenessBound:
         max_concurrent: the most episodes that run together; None leaves that to the staleness.
     """
 
-    @takes("StalenessBound", max_staleness=_AT_LEAST_0, batch_size=COUNT, max_concurrent=optional(COUNT))
+    @takes("StalenessBound", max_staleness=WHOLE_FROM_0, batch_size=COUNT, max_concurrent=optional(COUNT))
     def __init__(self, *, max_staleness: int, batch_size: int, max_concurrent: int | None = None) -> None:
         self.max_staleness, self.batch_size, self.max_concurrent = max_staleness, batch_size, max_concurrent
+        self.ahead = max_staleness * batch_size
+        """Episodes that may run or wait beside the ones for this version; at most ``max_staleness * batch_size``."""
         self.version = 0
         self.running: dict[int, int] = {}
         """Number of each episode that runs -> the version that it began with."""
@@ -57,7 +58,7 @@ class StalenessBound:
     def room(self) -> int:
         """The number of episodes that may still begin with this version, together or one after the other."""
         left_in_version = max(0, self.batch_size - self._given)
-        return max(0, self.max_staleness * self.batch_size + left_in_version - len(self.ready) - len(self.running))
+        return max(0, self.ahead + left_in_version - len(self.ready) - len(self.running))
 
     @property
     def capacity(self) -> int:

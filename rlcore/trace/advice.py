@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlcore.bench.reports import text
 from rlcore.trace.events import ProgramTrace, TracedSpan
 from rlcore.trace.gaps import PROGRAM, SPAN_OF_PROGRAM, WAY_TO_WORKERS, DeviceTimeline
-from rlcore.trace.phases import COMPUTE, GENERATES, MeasuredSteps, bytes_text, kind_of, limit_of
+from rlcore.trace.phases import COMPUTE, GENERATES, MeasuredSteps, kind_of, limit_of
 
 _LEAST_SHARE = 0.005
 """The share of a step below which nothing is worth a row."""
@@ -76,7 +77,7 @@ def _copies(calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float]
         if not nbytes:
             continue
         limit = limits.get(limit_of(key[0]))
-        how = f"{bytes_text(nbytes)} a step: move less often, or swap() it with what comes back"
+        how = f"{text.rate(nbytes, 'B')} a step: move less often, or swap() it with what comes back"
         if key in pageable:
             how = "its host memory is not pinned: `rlcore doctor` says why; pinned copies go at the link's limit"
         elif key in first:
@@ -157,7 +158,7 @@ def _syncs(calls: Sequence[TracedSpan], count: int, limits: Mapping[str, float])
     seconds, nbytes = (sum(part) / count for part in zip(*((s.seconds, s.facts["bytes"]) for s in own), strict=True))
     route = str(own[0].facts.get("route"))
     limit = limits["memory"] / 2 if route in ("local", "direct") and "memory" in limits else limits.get("link")
-    how = f"{bytes_text(nbytes)} by route {route}; SyncReport.calls_s says which of its calls takes long"
+    how = f"{text.rate(nbytes, 'B')} by route {route}; SyncReport.calls_s says which of its calls takes long"
     yield Advice("sync_weights", seconds, None if limit is None else nbytes / limit, how)
 
 

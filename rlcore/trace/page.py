@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.bench.reports import text
 from rlcore.errors import MissingDependencyError
 from rlcore.trace.events import TracedSpan, merged
-from rlcore.trace.phases import GENERATES, described, kind_of, public_name, seconds_text
+from rlcore.trace.phases import GENERATES, described, kind_of, public_name
 
 if TYPE_CHECKING:
     from rlcore.trace.report import Report
@@ -48,10 +49,10 @@ def _in_script(data: Any) -> Any:
     """Return JSON that ends no script and begins no comment, whatever is in its strings."""
     from markupsafe import Markup
 
-    text = json.dumps(data, separators=(",", ":"))
+    packed = json.dumps(data, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(text)
+        packed = packed.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(packed)
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -61,7 +62,7 @@ def _facts(report: Report) -> dict[str, str]:
         "hosts": ", ".join(hosts),
         "processes": str(len(trace.processes)),
         "devices": ", ".join(device.name for device in report.devices) or "none",
-        "time": seconds_text((trace.end_ns - trace.begin_ns) / 1e9),
+        "time": text.seconds((trace.end_ns - trace.begin_ns) / 1e9),
         "spans": str(len(trace.spans) + len(trace.lanes)),
     }
 
@@ -121,7 +122,7 @@ def _bar(start: int, span: TracedSpan) -> _Bar:
 def _times(start: int, times: tuple[int, int], kind: str, name: str, said: str) -> _Bar:
     begin_ns, end_ns = times
     begin, end = round((begin_ns - start) / 1e9, 6), round((end_ns - start) / 1e9, 6)
-    return begin, end, kind, name, f"{said}, {seconds_text((end_ns - begin_ns) / 1e9)}"
+    return begin, end, kind, name, f"{said}, {text.seconds((end_ns - begin_ns) / 1e9)}"
 
 
 def _fitting(bars: list[_Bar]) -> list[_Bar]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rlcore.bench.reports import text
 from rlcore.trace.events import ProgramTrace, TracedSpan
 
 COMPUTE, COPY, SYNC, SAVE, SETUP, OTHER = "compute", "copy", "sync", "save", "setup", "other"
@@ -51,8 +52,8 @@ def described(span: TracedSpan, link: Mapping[str, float] | None = None) -> str:
     if "tag" in facts:
         return _moved(f"{span.name} of {facts['tag']}", facts, link)
     if span.name == "sync_weights" and "bytes" in facts:
-        rate = f" at {rate_text(facts['bytes'] / span.seconds)}" if span.seconds > 0 else ""
-        return f"the weight sync, by {facts.get('route')}: {bytes_text(facts['bytes'])}{rate}"
+        rate = f" at {text.rate(facts['bytes'] / span.seconds, 'B/s')}" if span.seconds > 0 else ""
+        return f"the weight sync, by {facts.get('route')}: {text.rate(facts['bytes'], 'B')}{rate}"
     return public_name(span)
 
 
@@ -61,31 +62,14 @@ def _moved(what: str, facts: dict[str, Any], link: Mapping[str, float] | None) -
     if not nbytes or not seconds:
         return what
     rate = nbytes / seconds
-    text = f"{what}: {bytes_text(nbytes)} at {rate_text(rate)}"
+    words = f"{what}: {text.rate(nbytes, 'B')} at {text.rate(rate, 'B/s')}"
     limit = (link or {}).get(limit_of(what))
-    return text if limit is None else f"{text}, {rate / limit:.0%} of the link's {rate_text(limit)}"
+    return words if limit is None else f"{words}, {rate / limit:.0%} of the link's {text.rate(limit, 'B/s')}"
 
 
 def limit_of(move: str) -> str:
     """Return the name in a bench record of the limit of a move."""
     return "to_device/pinned" if move.startswith("onload") else "to_host/pinned"
-
-
-def bytes_text(nbytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def rate_text(rate: float) -> str:
-    return f"{bytes_text(rate)}/s"
-
-
-def seconds_text(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
 class MeasuredSteps:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from rlcore.atomic import write_file
 from rlcore.bench import record
+from rlcore.bench.reports import text
+from rlcore.cli.console import aligned
 from rlcore.errors import InvalidInputError
 from rlcore.trace.advice import Advice, advice
 from rlcore.trace.chrome import chrome_json
 from rlcore.trace.events import ProgramTrace, TracedSpan, read_trace
 from rlcore.trace.gaps import DeviceTimeline, Gap, device_timelines
 from rlcore.trace.kernels import RecordedCall, recorded_calls
-from rlcore.trace.phases import MeasuredSteps, bytes_text, public_name, seconds_text
+from rlcore.trace.phases import MeasuredSteps, public_name
 
 JSON, PAGE = "trace.json", "trace.html"
 _MOST_ROWS = 12
@@ -109,7 +111,7 @@ def _about(steps: MeasuredSteps) -> str:
         return "the whole program: no step was found; mark yours with rlcore.span('step')"
     left_out = len(steps.all) - len(steps.measured)
     others = f"; {left_out} are left out, which warm up or record kernels" if left_out else ""
-    return f"a mean step of {seconds_text(steps.seconds)}, over {len(steps.measured)} steps{others}"
+    return f"a mean step of {text.seconds(steps.seconds)}, over {len(steps.measured)} steps{others}"
 
 
 def _phases(trace: ProgramTrace, steps: MeasuredSteps) -> Table:
@@ -136,9 +138,9 @@ def _phases(trace: ProgramTrace, steps: MeasuredSteps) -> Table:
         [
             name,
             f"{counts[name] / len(steps.measured):.3g}" if counts[name] else "",
-            seconds_text(found),
+            text.seconds(found),
             f"{found / steps.seconds:.1%}",
-            bytes_text(moved[name] / len(steps.measured)) if moved[name] else "",
+            text.rate(moved[name] / len(steps.measured), "B") if moved[name] else "",
         ]
         for name, found in ordered
         if found > _SHORT * steps.seconds
@@ -174,9 +176,9 @@ def _idle(device: DeviceTimeline, steps: MeasuredSteps) -> Table:
         [
             f"waits for {longest[cause].detail}",
             f"{counts[cause] / len(steps.measured):.3g}",
-            seconds_text(sums[cause]),
+            text.seconds(sums[cause]),
             f"{sums[cause] / steps.seconds:.1%}",
-            seconds_text(longest[cause].seconds),
+            text.seconds(longest[cause].seconds),
         ]
         for cause in ordered[:_MOST_ROWS]
     ]
@@ -188,8 +190,8 @@ def _faster(found: list[Advice], steps: MeasuredSteps, limits: Mapping[str, floa
     rows = [
         [
             one.what,
-            seconds_text(one.seconds),
-            "n/a" if one.best_s is None else seconds_text(one.best_s) if one.best_s else "0",
+            text.seconds(one.seconds),
+            "n/a" if one.best_s is None else text.seconds(one.best_s) if one.best_s else "0",
             f"{one.saved_s / steps.seconds:.1%}" if one.best_s is not None else "n/a",
             one.how,
         ]
@@ -206,9 +208,9 @@ def _kernels(call: RecordedCall) -> Table:
     span, total = call.span, sum(one.seconds for one in call.top) or 1.0
     what = "operators of the host" if call.is_of_host else "kernels"
     rows = [
-        [one.name[:160], str(one.count), seconds_text(one.seconds), f"{one.seconds / total:.1%}"] for one in call.top
+        [one.name[:160], str(one.count), text.seconds(one.seconds), f"{one.seconds / total:.1%}"] for one in call.top
     ]
-    note = f"{what} had {call.busy_share:.1%} of this call of {seconds_text(span.seconds)}, which recording made slower"
+    note = f"{what} had {call.busy_share:.1%} of this call of {text.seconds(span.seconds)}, which recording made slower"
     where = span.facts.get("device", "")
     return Table(f"{public_name(span)} on {where}: {what}", ["name", "count", "time", "of these"], rows, note)
 
@@ -218,11 +220,7 @@ def text_of(report: Report, folder: Path) -> str:
     lines = []
     for table in report.tables:
         lines += [table.title, f"  ({table.note})" if table.note else ""]
-        widths = [max(len(row[at]) for row in (table.header, *table.rows)) for at in range(len(table.header) - 1)]
-        for row in (table.header, *table.rows):
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-            lines.append("  " + "  ".join([*cells, row[-1]]).rstrip())
-        lines.append("")
+        lines += [*(f"  {line}" for line in aligned([table.header, *table.rows])), ""]
     lines += [f"note: {note}" for note in report.notes]
     lines.append(f"{folder / PAGE}: open it in a browser; {folder / JSON}: in ui.perfetto.dev")
     return "\n".join(lines)

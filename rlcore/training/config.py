@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlcore import ops
-from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, MAPPING, WHOLE, Kind, optional
+from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, MAPPING, WHOLE, WHOLE_FROM_0, Kind, optional
 from rlcore.configuration_file import FieldError, Section, setting
 from rlcore.errors import InvalidInputError, one_line
 
@@ -20,7 +20,6 @@ SCHEDULES = ("constant", "linear", "cosine")
 COMPARED = ("model", "seed", "data", "algorithm", "rollout")
 """The fields that make a run what it is."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_NOT_NEGATIVE = Kind("a whole number of at least 0", lambda value: WHOLE.has(value) and value >= 0)
 _ABOVE_0 = Kind("a number above 0", lambda value: AT_LEAST_0.has(value) and value > 0)
 _NAME = Kind("a text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
 FUNCTION = Kind(
@@ -69,7 +68,7 @@ class AlgorithmSection(Section):
     learning_rate: float = setting(1e-6, _ABOVE_0)
     schedule: str = setting("constant", one_of(*SCHEDULES))
     """How the rate goes to 0 until the last step, after ``warmup_steps``."""
-    warmup_steps: int = setting(0, _NOT_NEGATIVE)
+    warmup_steps: int = setting(0, WHOLE_FROM_0)
     """Optimizer steps in which the rate rises from 0."""
     weight_decay: float = setting(0.01, AT_LEAST_0)
     max_grad_norm: float | None = setting(1.0, optional(_ABOVE_0))
@@ -92,14 +91,14 @@ class RolloutSection(Section):
     """Samples of an item."""
     max_tokens: int = setting(512, COUNT)
     temperature: float = setting(1.0, _TEMPERATURE)
-    max_staleness: int = setting(1, _NOT_NEGATIVE)
+    max_staleness: int = setting(1, WHOLE_FROM_0)
     """0 is synchronous training."""
     max_concurrent: int | None = setting(None, optional(COUNT))
     drop_equal_groups: bool = setting(False, FLAG)
     """Reject the episodes whose rewards are all equal, and take others (dynamic sampling)."""
     workflow: str | None = setting(None, optional(FUNCTION))
     """``workflow(config) -> Workflow``, in place of one prompt with ``samples`` answers."""
-    reward_processes: int = setting(0, _NOT_NEGATIVE)
+    reward_processes: int = setting(0, WHOLE_FROM_0)
     """Processes that compute rewards, each call with a deadline; 0 computes them in the event loop."""
     reward_timeout_s: float = setting(15.0, _ABOVE_0)
     episode_timeout_s: float = setting(3600.0, _ABOVE_0)

@@ -19,6 +19,7 @@ from torch import Tensor
 import rlcore
 from rlcore import ops
 from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.errors import RolloutError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.pretrained import model_class
@@ -137,7 +138,7 @@ class TrainProgram:
 
     def _do_step(self, interrupt: Interrupt) -> None:
         began = time.perf_counter()
-        episodes = self.rollout.prepare_episodes(self._items)
+        episodes = self._asked(lambda: self.rollout.prepare_episodes(self._items))
         waited_s = time.perf_counter() - began
         records = [self._episode_record(one) for one in episodes]
         with self._devices_for_training():
@@ -172,6 +173,17 @@ class TrainProgram:
             minibatch = {name: values[rows] for name, values in batch.items()}
             metrics = self.train.train_batch(minibatch, loss_fn, max_grad_norm=own.max_grad_norm, **options)
         return metrics
+
+    def _asked(self, ask: Callable[[], list[Episode]]) -> list[Episode]:
+        """Return what the samplers answer. If none is left they are started again, once, and asked anew."""
+        try:
+            return ask()
+        except RolloutError:
+            if self.rollout.num_healthy or self._is_shared:
+                raise
+            self._say("no sampler is left: they are started again")
+            self._sync(self.rollout.version)
+            return ask()
 
     def _sync(self, version: int | None = None) -> None:
         """Give the samplers the weights; None is the next version."""
@@ -218,7 +230,7 @@ class TrainProgram:
         if not self._held_out:
             return {}
         began = time.perf_counter()
-        episodes = self.rollout.evaluate(self._held_out, self._answer)
+        episodes = self._asked(lambda: self.rollout.evaluate(self._held_out, self._answer))
         rewards = [sum(t.reward for t in one.trajectories) / len(one.trajectories) for one in episodes]
         return {"held_out_reward": sum(rewards) / len(self._held_out), "evaluate_s": time.perf_counter() - began}
 

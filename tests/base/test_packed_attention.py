@@ -33,7 +33,8 @@ from rlcore.packed import attention as packed_attention  # noqa: E402  # they im
 from rlcore.packed import choice as packed_choice  # noqa: E402
 from rlcore.packed import implementations as packed_implementations  # noqa: E402
 from rlcore.packed.attention import explain, packed_hidden_states  # noqa: E402
-from rlcore.packed.choice import AttentionCall, Implementation  # noqa: E402
+from rlcore.packed.attention_call import AttentionCall  # noqa: E402
+from rlcore.packed.choice import Implementation  # noqa: E402
 
 # Torch 2.10's own, of the fake tensors of a dry run: transformers asks whether groups are aligned.
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor is deprecated")
@@ -259,7 +260,7 @@ def test_plain_calls_of_the_model_stay_as_they_were(decoder: Decoder) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_setting_the_attention_anew_keeps_sequences_apart(decoder: Decoder, name: str) -> None:
     run(decoder)
     for _ in range(2):  # then the name is one that an earlier call saw
@@ -621,6 +622,7 @@ def test_kernels_are_called_by_their_conventions(decoder: Decoder, name: str, fa
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+@pytest.mark.slow
 def test_variable_length_attention_is_in_the_graph_of_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **options: Any) -> Tensor:
         return reference((query, key, value), cu_seqlens, options["window_size"], options["scale"])
@@ -638,7 +640,7 @@ def test_variable_length_attention_is_in_the_graph_of_a_compiled_layer(monkeypat
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile imports it
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@on("qwen2", "gemma2", quick=("gemma2",))
+@on("qwen2", "gemma2", quick=())
 def test_flex_attention_masks_by_sequence_and_window(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: None)  # on the CPU it has no backward to probe
     # Uncompiled it is plain torch operations.
@@ -797,7 +799,7 @@ def test_autocast_on_the_gpu() -> None:
     assert_as_accurate(packed, padded, run(in_float64(decoder), implementation="padded"))
 
 
-def refuses_windows(call: packed_choice.AttentionCall, device: torch.device) -> str | None:
+def refuses_windows(call: AttentionCall, device: torch.device) -> str | None:
     return "it has no windows" if call.window else None
 
 

@@ -252,7 +252,7 @@ def test_train_step_passes_and_a_step_without_a_gradient_is_refused() -> None:
 def test_rollout_counts_tokens_and_refuses_missing_ones() -> None:
     (result,) = passed("rollout/hf")
     assert metrics(result)["new_tokens"] > 1
-    refuses("rollout/hf", 0, lambda done: done._replace(outputs=done.outputs[:-1]))
+    refuses("rollout/hf", 0, lambda done: (done[0][:-1], done[1]))
 
 
 @pytest.mark.filterwarnings("default")

@@ -11,10 +11,11 @@ from records import a_record, result
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.publish import page
-from rlcore.bench.record import CaseResult, Metric, Record, write
+from rlcore.bench.record import CaseResult, Record, no_number, write
 from rlcore.bench.reports.answers import ReportRun
 from rlcore.bench.reports.page import render
-from rlcore.bench.reports.summary import ResultTarget, missing, outcomes, shortened, targets
+from rlcore.bench.reports.summary import ResultTarget, outcomes, shortened, targets
+from rlcore.bench.reports.tables import missing_table
 from rlcore.cli.bench_output import print_results
 
 CASES = [
@@ -161,10 +162,11 @@ def test_a_reason_is_cut_to_what_the_reader_needs(reason: str, implementation: s
 
 
 def test_one_line_for_each_reason_names_all_cases() -> None:
-    def without(name: str, reason: str, status: str = "blocked") -> CaseResult:
-        return CaseResult(name=name, implementation="x", status=status, params={}, reason=reason)  # type: ignore[arg-type]
-
-    time = Metric(name="time", unit="s", samples=[1.0])
-    passed = CaseResult(name="p", implementation="x", status="pass", params={}, metrics=[time])
-    cases = [without("a", "no GPU"), passed, without("b", "no room", "oom"), without("c", "no GPU")]
-    assert missing(cases) == [("blocked", "x", "no GPU", ("a", "c")), ("oom", "x", "no room", ("b",))]
+    cases = [
+        no_number("a", "blocked", "no GPU", "x"),
+        result("p", "x", 1.0),
+        no_number("b", "oom", "no room", "x"),
+        no_number("c", "blocked", "no GPU", "x"),
+    ]
+    found = missing_table(on_a_gpu(cases)).rows
+    assert found == [["blocked", "x", "no GPU", "a, c"], ["oom", "x", "no room", "b"]]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+import torch
 from once import run_once
 
 from rlcore.bench.case import load_cases
+from rlcore.bench.cases.models import TINY, packed_batch
 from rlcore.registry import get_device
+from tests.accuracy import rounding
 
 pytest.importorskip("transformers")
 
 trainer_offload = pytest.importorskip("rlcore.bench.cases.trainer_offload")
+train_steps = pytest.importorskip("rlcore.bench.cases.train_steps")
 training = pytest.importorskip("rlcore.bench.cases.training")
 
 
@@ -54,8 +59,8 @@ def test_a_trainer_that_learns_something_else_is_refused(monkeypatch: pytest.Mon
     work = load_cases()["train/dense_1.5b"].prepare(get_device("cpu"))
     plain, engine, *_ = work.contenders
     plain.check(plain.run())
-    clip = training.ppo_clip
-    monkeypatch.setattr(training, "ppo_clip", lambda **options: _other_loss(clip(**options)))
+    clip = train_steps.ppo_clip
+    monkeypatch.setattr(train_steps, "ppo_clip", lambda **options: _other_loss(clip(**options)))
     with pytest.raises(AssertionError, match="the loss is"):
         engine.check(engine.run())
 
@@ -66,6 +71,19 @@ def _other_loss(loss_fn: Any) -> Any:
         return value + 0.1, stats
 
     return other
+
+
+@pytest.mark.slow
+def test_the_loop_of_context_parallelism_trains_on_what_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has the whole sequence; torch's ring attention, which cuts it, has no kernel of a host."""
+    parallel = pytest.importorskip("rlcore.bench.cases.parallel")
+    monkeypatch.setattr(parallel, "context_parallel", lambda mesh, **_: contextlib.nullcontext())
+    setup = train_steps.Setup(["cpu:0"], TINY, torch.float32, tokens=256, warm_up=1, recomputes=True)
+    batches = [packed_batch(TINY.vocabulary, [setup.tokens], seed=0)] * 2
+    engine = train_steps.engine_steps(setup, batches)
+    loop = train_steps.plain_steps(parallel._Ring, setup, batches)
+    limit = rounding(setup.tokens)  # of sums over tokens, in another order
+    assert abs(engine.loss - loop.loss) < limit and len(loop.seconds) == len(engine.seconds) == 1
 
 
 @pytest.mark.slow

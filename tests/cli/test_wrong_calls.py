@@ -48,6 +48,7 @@ USAGE = [
     ("ops explain linear_loss --hidden-size x", "'--hidden-size'"),
     ("ops explain linear_loss --vocab-size 0", "'--vocab-size'"),
     ("bench frobnicate", "'frobnicate'"),
+    ("bench run --output", "'--output'"),
     ("bench run dispatch --rounds 0", "'--rounds'"),
     ("bench run dispatch --rounds x", "'--rounds'"),
     ("bench run dispatch --within 0", "'--within'"),

@@ -39,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "executor", ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
+)
 def test_the_tutorial_runs_whole(executor: str, folder: Path, tmp_path: Path, short_runtime_folder: Path) -> None:
     program = (ROOT / "examples" / "rlite_tutorial.py").read_text()
     # What the tutorial leaves to the reader: the sampler has the trainer's weights.

@@ -129,11 +129,12 @@ class OffloadKeepsMemory(HfExecutor):
 
 
 class OffloadLosesValues(HfExecutor):
+    """The last bit of one weight: completions are as before."""
+
     def offload(self, tag: str) -> OffloadReport:
         if tag == "weights":
             with torch.no_grad():
-                for tensor in self.module.parameters():
-                    tensor.zero_()
+                next(self.module.parameters()).view(-1).view(torch.uint8)[0] ^= 1
         return super().offload(tag)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import rlcore
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.errors import CheckpointError
 
@@ -181,3 +182,22 @@ def test_loading_never_reaches_the_network(qwen2_folder: Path, monkeypatch: pyte
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert load_tokenizer(check_model_folder(qwen2_folder)) is not None
+
+
+def test_no_code_of_a_folder_runs(qwen2_folder: Path, copy_of: Copy, tmp_path: Path) -> None:
+    """A model that transformers knows is read by transformers' own code, and any other is refused."""
+    folder, ran = copy_of(qwen2_folder), tmp_path / "ran"
+    (folder / "theirs.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    classes = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer["auto_map"] = {"AutoTokenizer": [None, "theirs.Tokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    load_tokenizer(check_model_folder(folder))
+    with rlcore.InferenceEngine(folder).build(devices="cpu") as engine:
+        assert engine.generate([[1, 2]], {"max_tokens": 1})
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "theirs"}))
+    with pytest.raises(CheckpointError), rlcore.InferenceEngine(folder).build(devices="cpu"):
+        pass
+    assert not ran.exists()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import rlcore
 from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
@@ -19,6 +18,7 @@ from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_
 from rlcore.errors import UnsupportedError
 from rlcore.ops import ppo_clip
 from rlcore.planned import PlannedDevice, planned_device, planning_for
+from tests.planning import host_peak
 from tests.planning.peaks import MODELS, SETUPS, module_of
 
 GPU = PlannedDevice("cuda", cores=132, arch=90)
@@ -67,21 +67,11 @@ def score_options(max_tokens: int) -> ScoreOptions:
 # ------------------------------------------------------------------------------------------------------- a host
 
 
-def host_peak(call: Callable[[], object]) -> int:
+def peak_of(call: Callable[[], object]) -> int:
     """Return the most bytes that torch's allocator of the host gave during a call and had not got back."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        call()
-    waiting, sizes = list(found.profiler.kineto_results.experimental_event_tree()), []
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag.name == "Allocation":
-            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    held = peak = 0
-    for _, size in sorted(sizes):
-        held += size
-        peak = max(peak, held)
-    return peak
+    running = host_peak.started()
+    call()
+    return host_peak.stopped(running)
 
 
 def grown(peak: PhasePeak) -> int:
@@ -107,8 +97,8 @@ def test_a_plan_for_a_host_is_what_its_allocator_gives(name: str, options: dict[
         engine.build(devices=["cpu"], launcher="inline", **options)
         engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=most)
         measured = (
-            host_peak(lambda: engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=most)),
-            host_peak(lambda: engine.forward_logprobs(batch, max_tokens_per_micro_batch=most)),
+            peak_of(lambda: engine.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=most)),
+            peak_of(lambda: engine.forward_logprobs(batch, max_tokens_per_micro_batch=most)),
         )
     for peak, real in zip(planned, measured, strict=True):
         assert HOST_LEAST * real <= grown(peak) <= HOST_MOST * real, (grown(peak), real)

@@ -16,7 +16,7 @@ import rlcore
 from rlcore.activations import in_order, part_of, recording
 from rlcore.cli import main as cli
 from rlcore.engines.sampling.hf.executor import HfExecutor
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.parity.layers import compare, first_difference, largest_growth
 from rlcore.parity.statistics import LogProbAgreement, by_position
 from tests.accuracy import assert_within_rounding
@@ -93,6 +93,24 @@ def test_a_sampler_that_cannot_look_inside_is_compared_without_parts(
 
 
 @pytest.mark.slow
+def test_a_sampler_that_returns_no_experts_is_compared_without_replay(
+    moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = HfExecutor.build
+
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("enable_return_routed_experts"):
+            raise UnsupportedError("enable_return_routed_experts", "this one records none")
+        build(self, *args, **options)
+
+    monkeypatch.setattr(HfExecutor, "build", refuse)
+    result = parity(moe_folder)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "routes are not replayed: enable_return_routed_experts is not supported: this one records" in result.stderr
+    assert "64" in result.stdout and "replay" not in result.stdout
+
+
+@pytest.mark.slow
 def test_a_dense_model_and_prompts_of_text(qwen2_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text("1+2\n\n3*4=\n")
@@ -112,6 +130,7 @@ def test_a_dense_model_and_prompts_of_text(qwen2_folder: Path, tmp_path: Path) -
         (["--infer-option", "dtype"], "give NAME=VALUE, got 'dtype'", 2),
         (["--infer-option", "max_num_seq=3"], "max_num_seqs", 1),
         (["--prompts", "/nowhere"], "/nowhere cannot be read as text", 2),
+        (["--prompts", "/dev/null"], "/dev/null has no prompt; write one a line", 2),
         (["--tokens", "4000"], "the model has", 1),
     ],
 )

@@ -79,6 +79,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Make = Callable[..., Any]
+OF_ANY_TRAINER: dict[str, Any] = {
+    "max_steps": 3,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 1e-3,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "model_init_kwargs": {"dtype": "float32"},
+}
 
 
 @pytest.fixture
@@ -88,19 +100,10 @@ def make(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     def make(cls: Any = trl.GRPOTrainer, **options: Any) -> Any:
         common = {
+            **OF_ANY_TRAINER,
             "output_dir": str(tmp_path / "out"),
-            "max_steps": 3,
-            "per_device_train_batch_size": 8,
             "num_generations": 4,
             "max_completion_length": COMPLETION,
-            "learning_rate": 1e-3,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "model_init_kwargs": {"dtype": "float32"},
         }
         config = trl.RLOOConfig if issubclass(cls, trl.RLOOTrainer) else trl.GRPOConfig
         return cls(

@@ -24,7 +24,7 @@ datasets = pytest.importorskip("datasets")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # TRL warns of a vLLM that is newer than it
     from rlcore.integrations.trl import accelerate_trl
-    from tests.integrations.test_trl import _restore, folder, use_all_logits  # noqa: F401  # a fixture
+    from tests.integrations.test_trl import OF_ANY_TRAINER, _restore, folder, use_all_logits  # noqa: F401  # a fixture
 
 PROMPTS = [f"{a} + {b} =" for a in "abcd" for b in "wxyz"]
 ANSWERS = [("sum " * (1 + n % 3)).strip() for n in range(16)]
@@ -66,20 +66,7 @@ def make(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def make(kind: str, *, noise: float = 0.05, model: str = "", **options: Any) -> Any:
-        common = {
-            "output_dir": str(tmp_path / "out"),
-            "max_steps": 3,
-            "per_device_train_batch_size": 8,
-            "max_length": 64,
-            "learning_rate": 1e-3,
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": [],
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "model_init_kwargs": {"dtype": "float32"},
-        }
+        common = OF_ANY_TRAINER | {"output_dir": str(tmp_path / "out"), "max_length": 64}
         peft_config = options.pop("peft_config", None)
         trainer = getattr(trl, f"{kind}Trainer")(
             model=model or str(folder),

@@ -94,6 +94,7 @@ def test_the_entropy_bonus_rewards_entropy_and_needs_it() -> None:
         (lambda: kl(kind="k4", coef=1.0), "kl: kind must be one of k1, k2, k3, abs, .*; got 'k4'"),  # type: ignore[arg-type]
         (lambda: cpgd(drift_coef=math.inf), "cpgd: drift_coef must be a finite number; got inf"),
         (combine, "combine needs at least one loss term"),
+        (lambda: combine(kl(coef=0.1), 2), "combine takes a function of .* as term 1, got 2"),
     ],
 )
 def test_a_bad_parameter_is_refused_when_the_term_is_made(make: Callable[[], Any], message: str) -> None:

@@ -39,6 +39,14 @@ def loss(**changed: Any) -> Any:
         (lambda: loss(hidden=numpy.ones((5, 8))), "hidden must be a tensor; got ndarray$"),
         (lambda: loss(weight=None), "weight must be a tensor; got NoneType$"),
         (lambda: loss(targets=[0] * 500), r"takes a tensor as targets, got \[0, .*\.\.\. of <class 'list'>$"),
+        (
+            lambda: loss(weight=WEIGHT.to("meta")),
+            r"^weight is on meta but hidden is on cpu; move it with \.to\(hidden\.dev",
+        ),
+        (
+            lambda: loss(token_weight=ONES.clone().requires_grad_()),
+            r"no gradient flows to it; pass token_weight\.detach",
+        ),
         (lambda: loss(bias=[1.0]), r"^linear_loss takes a tensor, or None as bias, got \[1\.0\]$"),
         (lambda: loss(loss_fn=None), f"^linear_loss takes {A_LOSS} as loss_fn, got None$"),
         (lambda: loss(loss_fn=ops.ppo_clip), f"{A_LOSS} as loss_fn, got <function ppo_clip"),

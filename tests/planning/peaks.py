@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import rlcore
-from rlcore.bench.cases.models import Drawn, packed_batch
+from rlcore.bench.cases.models import drawn, packed_batch
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
@@ -106,7 +106,7 @@ def module_of(config: dict[str, Any], lora: dict[str, Any] | None, device_type: 
 
     class Policy(HuggingFaceTrainModule, model_class):  # type: ignore[misc,valid-type]
         def materialization_source(self) -> Any:
-            return Drawn(self, torch.bfloat16, device_type)
+            return drawn(self, torch.bfloat16, device_type)
 
         def on_weights_materialized(self) -> None:
             trained = [one for one in self.parameters() if one.requires_grad]

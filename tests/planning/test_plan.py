@@ -66,6 +66,7 @@ def test_less_memory_moves_more_and_then_does_not_fit(config_file: Path) -> None
     assert [phase.name for phase in small.best.phases] == ["score", "train"]
 
 
+@pytest.mark.slow
 def test_shards_divide_what_is_held_and_gather_the_rest(config_file: Path, found: Any) -> None:
     four = rlcore.plan(config_file, device="h200", count=4, replicas=1, tensor_parallel=2, **FIXED)
     one, cut = ({phase.name: phase for phase in plan.best.phases}["train"].parts for plan in (found, four))

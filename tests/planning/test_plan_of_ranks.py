@@ -20,9 +20,11 @@ from rlcore.planning.layout import StepLayout
 from rlcore.planning.model import planned_model
 from rlcore.planning.step import PhaseMemory, plan_step
 from rlcore.planning.traces import Traces
+from tests.planning import host_peak
 from tests.warm import warm_workers
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
+for module in (sys.modules[__name__], host_peak):  # the children cannot import these files
+    cloudpickle.register_pickle_by_value(module)
 
 LEAST, MOST = 0.90, 1.10
 """The promise of a plan for a host, as parts of what is measured."""
@@ -50,23 +52,10 @@ def measured_policy() -> Any:
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-6, fused=True)
 
         def start(self) -> None:
-            from torch.profiler import ProfilerActivity, profile
-
-            self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self.profile.start()
+            self.profile = host_peak.started()
 
         def stop(self) -> int:
-            self.profile.stop()
-            waiting, sizes = list(self.profile.profiler.kineto_results.experimental_event_tree()), []
-            while waiting:
-                event = waiting.pop()
-                waiting += event.children
-                if event.tag.name == "Allocation":
-                    sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
-            held = peak = 0
-            for _, size in sorted(sizes):
-                held += size
-                peak = max(peak, held)
+            peak = host_peak.stopped(self.profile)
             del self.profile
             return peak
 

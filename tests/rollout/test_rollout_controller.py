@@ -16,8 +16,12 @@ from typing import Any
 
 import pytest
 
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
-from rlcore.rollout import RolloutClient, RolloutController, Trajectory, Workflow
+from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet
+from rlcore.rollout.engine_driver import Request
+from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode_queue import EpisodeQueue
 from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
 
 
@@ -102,7 +106,7 @@ def test_the_bound_holds_for_ten_thousand_episodes_with_random_delays(
         [(draw.choice([1, 2, 3, 60]), draw.choice([0, 0, 0.001, 0.02]), draw.random() < 0.05)] for _ in range(5000)
     ]
     with controller(
-        [SimulatedEngine(), SimulatedEngine()], Delayed(), batch_size=8, max_staleness=max_staleness
+        [SimulatedEngine(), SimulatedEngine()], Delayed(), batch_size=8, max_staleness=max_staleness, pacing=False
     ) as rollout:
         for step in range(250):
             batch = rollout.prepare_batch(items, timeout_s=300)
@@ -113,6 +117,73 @@ def test_the_bound_holds_for_ten_thousand_episodes_with_random_delays(
         stats = rollout.stats
     assert (stats.given, stats.too_stale) == (2000, 0) and stats.failed > 50
     assert max(stats.staleness) == max_staleness, "the samplers run ahead as far as they may"
+
+
+@pytest.mark.parametrize(("pacing", "staleness"), [(True, {0: 4, 1: 36}), (False, {0: 4, 1: 4, 2: 4, 3: 4, 4: 24})])
+def test_samplers_that_are_faster_than_the_trainer_run_ahead_no_further_than_it_needs(
+    pacing: bool, staleness: dict[int, int]
+) -> None:
+    trainer, items = SimulatedTrainer(), [1]
+    with controller(max_staleness=4, pacing=pacing) as rollout:
+        for _ in range(10):
+            rollout.prepare_batch(items, timeout_s=60)
+            until(lambda: not rollout._bound.running and not rollout._bound.capacity)
+            rollout.update_weights(trainer)
+        assert rollout.stats.staleness == staleness
+
+
+def test_with_pacing_as_many_episodes_may_be_waited_for_as_the_bound_lets_begin() -> None:
+    with controller(max_staleness=3) as rollout:
+        for _ in range(17):
+            rollout.submit(1)
+        assert len(rollout.wait(16)) == 16  # without a deadline
+        assert len(rollout.wait(1)) == 1
+
+
+def test_the_work_for_a_request_does_not_grow_with_the_requests_that_are_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reads of a request's size are counted: to find the engine with least to do all were added up for each new one."""
+    reads = 0
+
+    class Counted(Request):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal reads
+            reads += name == "tokens"
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(fleet, "Request", Counted)
+    endless = 10**9
+    with controller([SimulatedEngine(), SimulatedEngine()], max_staleness=0, batch_size=200) as rollout:
+        drivers = rollout._fleet._drivers
+        for steps in [endless] * 50 + [1] * 150:
+            rollout.submit(steps)
+        assert {one.data for one in rollout.wait(150)} == {1}
+        one = Request([1, 1], SamplingParams(), len).tokens
+        assert sum(driver.tokens_under_way for driver in drivers) == 50 * one
+        rollout.pause()
+        rollout.update_weights(SimulatedTrainer(), version=9)  # cancels what runs
+        until(lambda: not any(driver.tokens_under_way for driver in drivers))
+    assert reads == 2 * 200, "once when it comes and once when it goes"
+
+
+def test_the_versions_of_an_episode_are_read_once() -> None:
+    """That takes time for each token; staleness is asked of an episode when it ends, when it is given, and later."""
+    reads = 0
+
+    class Versions(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal reads
+            reads += 1
+            return super().__iter__()
+
+    queue = EpisodeQueue(StalenessBound(max_staleness=0, batch_size=1))
+    queue.add("item")
+    number, data = queue.begin()
+    episode = Episode(number, data, [Trajectory([1, 2], [False, True], [0.0, -1.0], Versions([-1, 0]))])
+    queue.end(EpisodeEnd(episode, "ended", 1), is_direct=False)
+    assert queue.give([number]) == [episode] and episode.oldest_version == 0 and queue.staleness == {0: 1}
+    assert reads == 1
 
 
 def test_an_update_does_not_wait_for_the_longest_sequence_which_goes_on_with_the_new_weights() -> None:

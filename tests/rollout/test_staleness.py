@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.errors import InvalidInputError
 from rlcore.rollout import StalenessBound
+from rlcore.rollout.pacing import Pacing
 
 
 def areal_capacity(bound: StalenessBound, accepted: int) -> int:
@@ -94,3 +95,79 @@ def test_wrong_values_are_refused_by_name() -> None:
     bound.begin(0)
     with pytest.raises(InvalidInputError, match="episode 1 must not begin: the capacity is 0"):
         bound.begin(1)
+
+
+def steps_of_work(
+    *, step_s: float, episode_s: float, at_once: int, max_staleness: int = 8
+) -> tuple[list[int], list[float], Pacing]:
+    """Return the staleness of each step and the seconds that its trainer waited, on a clock of its own.
+
+    Args:
+        step_s: of the trainer.
+        episode_s: of an episode, with as many beside it as the samplers do at once; more take their turns.
+    """
+    bound = StalenessBound(max_staleness=max_staleness, batch_size=4)
+    pacing = Pacing(bound)
+    clock, next_number, lags, waits = 0.0, 0, list[int](), list[float]()
+    free_at = [0.0] * at_once
+    ends_at: dict[int, float] = {}
+
+    def go_on(until: float) -> None:
+        nonlocal next_number, clock
+        while True:
+            while bound.capacity:
+                slot = min(range(at_once), key=free_at.__getitem__)
+                bound.begin(next_number)
+                ends_at[next_number] = free_at[slot] = max(free_at[slot], clock) + episode_s
+                next_number += 1
+            first = min(ends_at, key=ends_at.__getitem__, default=None)
+            if first is None or ends_at[first] > until:
+                clock = max(clock, until)
+                return
+            clock = max(clock, ends_at.pop(first))
+            assert bound.end(first)
+
+    for _ in range(60):
+        go_on(clock)
+        pacing.note_wait(4)
+        came = clock
+        while not (chosen := bound.choose(4)):
+            go_on(min(ends_at.values()))
+        waits.append(clock - came)
+        lags.append(max(bound.version - bound.ready[number] for number in chosen))
+        bound.give(chosen)
+        go_on(clock + step_s)
+        pacing.note_version()
+        assert bound.set_version(bound.version + 1) == []
+        assert 4 <= bound.ahead <= 4 * max_staleness
+    return lags, waits, pacing
+
+
+def test_pacing_runs_ahead_as_far_as_long_episodes_need_and_no_further() -> None:
+    lags, waits, _ = steps_of_work(step_s=1.0, episode_s=0.1, at_once=4)
+    assert set(lags[1:]) == {1} and max(waits[1:]) == 0, "fast samplers: one version, and nobody waits"
+    lags, waits, _ = steps_of_work(step_s=1.0, episode_s=3.5, at_once=100)
+    assert max(waits[30:]) == 0 and max(lags[30:]) == 4, "an episode that takes 3.5 steps: four versions, and no wait"
+    lags, waits, _ = steps_of_work(step_s=1.0, episode_s=3.5, at_once=100, max_staleness=2)
+    assert max(lags) == 2 and min(waits[30:]) >= 0 and max(waits[30:]) > 0, "the bound comes first"
+
+
+def test_one_shortage_changes_no_pace_and_a_standing_queue_does() -> None:
+    _, _, pacing = steps_of_work(step_s=1.0, episode_s=0.1, at_once=4)
+    assert pacing._bound.ahead == 4
+    bound = pacing._bound
+    for slack in (-3, *[0] * 9):
+        pacing._slack = slack
+        pacing.note_version()
+    assert bound.ahead == 4
+    for slack in (-3, -2):
+        pacing._slack = slack
+        pacing.note_version()
+    assert bound.ahead == 6
+    for slack in [5, 0, *[2] * 8]:
+        pacing._slack = slack
+        pacing.note_version()
+    assert bound.ahead == 6, "the queue was empty once in nine versions"
+    pacing._slack = 1
+    pacing.note_version()
+    assert bound.ahead == 5

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlcore.cli import main as cli
-from rlcore.errors import InvalidInputError
+from rlcore.engines.inference import InferenceEngine
+from rlcore.errors import InvalidInputError, RolloutError, StateError
 from rlcore.examples import addition
 from tests.warm import ENGINES, kill, warm, warm_workers, without_settings
 
@@ -98,6 +99,29 @@ SHARED, BY_WORKFLOW = (
 def test_a_step_on_a_shared_device_by_a_workflow(folder: Path) -> None:
     train("rollout.max_staleness=0", "steps=1", "evaluation.every=100", *SHARED, *BY_WORKFLOW)
     check_episodes(folder, 1)
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_the_last_sampler_that_dies_is_started_again_once_a_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
+) -> None:
+    collect, left = InferenceEngine.collect, [deaths]
+
+    def dies(engine: InferenceEngine, timeout_s: float | None = None) -> Any:
+        if engine.version == 1 and left[0]:
+            left[0] -= 1
+            raise StateError("planted: the worker was killed")
+        return collect(engine, timeout_s)
+
+    monkeypatch.setattr(InferenceEngine, "collect", dies)
+    synchronous = "steps=2", "evaluation.every=100", "rollout.max_staleness=0"  # it dies while the trainer waits
+    if deaths > 1:
+        with pytest.raises(RolloutError, match="no inference engine is left: sampler 0: planted"):
+            train(*synchronous)
+        return
+    found = train(*synchronous)
+    check_episodes(folder, 2)
+    assert found.stderr.count("no sampler is left: they are started again") == 1
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ less work than ours; its name says so. What is not installed says why when it is
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -81,22 +80,12 @@ def _flash_attention_rows(logits_TV: Tensor, target_T: Tensor) -> Scores:
     return -function(logits_TV, target_T)[0], None
 
 
-def _scores_of(logits_TV: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+def _eager_rows(logits_TV: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     all_TV = logits_TV.float().log_softmax(-1)
     return all_TV.gather(1, target_T[:, None]).squeeze(1), -(all_TV.exp() * all_TV).sum(1)
 
 
-def _eager_rows(logits_TV: Tensor, target_T: Tensor) -> Scores:
-    return _scores_of(logits_TV, target_T)
-
-
-def _compiled_rows(logits_TV: Tensor, target_T: Tensor) -> Scores:
-    return _compiled()(logits_TV, target_T)
-
-
-@functools.cache
-def _compiled() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return torch.compile(_scores_of)
+_compiled_rows: Score = torch.compile(_eager_rows)
 
 
 # ----------------------------------------------------------------------------------------- from hidden states
@@ -139,7 +128,8 @@ def _cut_cross_entropy(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -
 
 
 def _compiled_linear(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Scores:
-    return _compiled()(hidden_TH @ weight_VH.T, target_T)
+    found: Scores = _compiled_rows(hidden_TH @ weight_VH.T, target_T)
+    return found
 
 
 PEERS = {"token_logprob": token_logprob_peers, "linear_logprob": linear_logprob_peers}

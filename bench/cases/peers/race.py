@@ -66,6 +66,10 @@ class RaceLoad:
     steps: int = 4
 
     @property
+    def max_length(self) -> int:
+        return self.prompt_tokens + self.new_tokens
+
+    @property
     def num_tokens(self) -> int:
         """New tokens of a step."""
         return self.prompts * self.samples * self.new_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable
@@ -40,10 +39,8 @@ class Stopwatch:
         self._device = device
         self.steps: list[float] = []
         self.phases: dict[str, list[float]] = {name: [] for name in PHASES}
-        self._times = PhaseTimes(device, PHASES)
-        self.phase = self._times.phase
-        self._started = 0.0
         self._memory = PeakWatch(self._used_bytes, _POLL_S)
+        self.begin()
 
     def _used_bytes(self) -> int:
         memory = self._device.memory.info()
@@ -102,10 +99,6 @@ def _prompts(load: RaceLoad) -> list[list[int]]:
     return found
 
 
-def _max_length(load: RaceLoad) -> int:
-    return load.prompt_tokens + load.new_tokens
-
-
 # ------------------------------------------------------------------------------------------------------- rlcore
 
 
@@ -141,7 +134,7 @@ class RlcoreLoop:
         self.infer.build(
             colocate_with=self.train,
             dtype="float32" if is_host else "bfloat16",
-            max_model_len=_max_length(load),
+            max_model_len=load.max_length,
             max_num_seqs=load.prompts * load.samples,
             kv_cache_memory_bytes=load.kv_cache_bytes,
             enforce_eager=is_host,
@@ -186,7 +179,7 @@ class RlcoreLoop:
         return self.infer.generate(prompts, options, progress=False)
 
     def _most_tokens(self) -> int:
-        return self._load.sequences_at_once * _max_length(self._load)
+        return self._load.sequences_at_once * self._load.max_length
 
 
 # ---------------------------------------------------------------------------------------------------------- TRL
@@ -194,21 +187,17 @@ class RlcoreLoop:
 
 def trl_side(load_json: str, result: str) -> None:
     """Make the steps with TRL: colocated vLLM that sleeps, Liger's layers, bfloat16 autocast, fused AdamW."""
-    _run_trl(load_json, result, lambda trainer: trainer)
+    _run_trl(load_json, result, lambda trainer, load: None)
 
 
 def adopted_side(load_json: str, result: str) -> None:
     """Make the steps with the same trainer of TRL after ``accelerate_trl``."""
     # By its path, as in a registration: no module of bench/ imports what lies above it.
     accelerate_trl = resolve("rlcore.integrations.trl:accelerate_trl")
-    _run_trl(
-        load_json,
-        result,
-        functools.partial(accelerate_trl, offload_optimizer=RaceLoad(**json.loads(load_json)).offloads),
-    )
+    _run_trl(load_json, result, lambda trainer, load: accelerate_trl(trainer, offload_optimizer=load.offloads))
 
 
-def _run_trl(load_json: str, result: str, adopt: Callable[[Any], Any]) -> None:
+def _run_trl(load_json: str, result: str, adopt: Callable[[Any, RaceLoad], object]) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -251,7 +240,7 @@ def _run_trl(load_json: str, result: str, adopt: Callable[[Any], Any]) -> None:
         vllm_mode="colocate",
         vllm_enable_sleep_mode=not is_host,
         vllm_gpu_memory_utilization=_utilization(load, device),
-        vllm_max_model_length=_max_length(load),
+        vllm_max_model_length=load.max_length,
         model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
         report_to=[],
         save_strategy="no",
@@ -267,7 +256,7 @@ def _run_trl(load_json: str, result: str, adopt: Callable[[Any], Any]) -> None:
         processing_class=tokenizer,
         callbacks=[Timed()],
     )
-    adopt(trainer)
+    adopt(trainer, load)
     _time(trainer.vllm_generation, "sync_weights", watch, "sync")
     _time(trainer.vllm_generation, "generate", watch, "generate")
     _time(trainer, "_get_per_token_logps_and_entropies", watch, "old_logprob", when=lambda: not torch.is_grad_enabled())

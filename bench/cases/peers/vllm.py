@@ -8,7 +8,6 @@ bytes in vLLM's parameters.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -58,18 +57,17 @@ def measured_limits(pair: VllmPair) -> Limits:
     link = Link(pair.device)
     rates = link.rates()
     del link
+    peer = None
+    if pair.layout.devices > 1:
+        other = get_device(f"{pair.device.spec.name}:{pair.device.index + 1}")
+        peer = pair.nbytes / _copy_s(pair.device, other, pair.nbytes)
     return Limits(
         *rates,
         weights_s=_allocation_s(pair.device, pair.nbytes, is_zeroed=False),
         kv_cache_s=_allocation_s(pair.device, pair.kv_bytes, is_zeroed=True),
         copy_s=_copy_s(pair.device, pair.device, pair.nbytes),
-        peer=_peer_rate(pair) if pair.layout.devices > 1 else None,
+        peer=peer,
     )
-
-
-def _peer_rate(pair: VllmPair) -> float:
-    other = get_device(f"{pair.device.spec.name}:{pair.device.index + 1}")
-    return pair.nbytes / _copy_s(pair.device, other, pair.nbytes)
 
 
 def _allocation_s(device: Device, nbytes: int, *, is_zeroed: bool) -> float:
@@ -112,7 +110,6 @@ class Ways:
 
     def __init__(self, pair: VllmPair, limits: Limits) -> None:
         self._pair, self._limits = pair, limits
-        self._senders: dict[bool, vllm_worker.VllmIpcSender] = {}
 
     def turn(self) -> Done:
         """Take a turn as in docs/weight_sync.md: the trainer makes a step while vLLM is away, then syncs and leaves.
@@ -132,18 +129,16 @@ class Ways:
             seconds, pieces[tag] = pair.bare_s(tag)
             return seconds
 
-        phases = (
-            _Phase("wake_weights", lambda: infer.onload("weights"), lambda: bare_s("weights")),
-            _Phase("sync", lambda: train.sync_weights(infer), lambda: limits.copy_s),
-            _Phase("trainer_offload", train.offload, lambda: pair.nbytes / limits.to_host),
-            _Phase("wake_kv_cache", lambda: infer.onload("kv_cache"), lambda: bare_s("kv_cache")),
-        )
+        phases: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
+            "wake_weights": (lambda: infer.onload("weights"), lambda: bare_s("weights")),
+            "sync": (lambda: train.sync_weights(infer), lambda: limits.copy_s),
+            "trainer_offload": (train.offload, lambda: pair.nbytes / limits.to_host),
+            "wake_kv_cache": (lambda: infer.onload("kv_cache"), lambda: bare_s("kv_cache")),
+        }
         seconds, found, least = {}, {}, {}
-        for phase in phases:
-            least[phase.name] = phase.limit()
-            started = time.perf_counter()
-            found[phase.name] = phase.step()
-            seconds[phase.name] = time.perf_counter() - started
+        for name, (step, limit) in phases.items():
+            least[name] = limit()  # just before the step
+            found[name], seconds[name] = timed(step)
         train.onload()
         report: SyncReport = found["sync"]
         quantities = {
@@ -159,7 +154,8 @@ class Ways:
             **self._first_moves(),
         }
         if limits.peer is not None:
-            bound = 2 * report.needed_bytes / self._num_receivers / limits.peer + 0.020
+            receivers = pair.layout.tensor_parallel * pair.layout.replicas
+            bound = 2 * report.needed_bytes / receivers / limits.peer + 0.020
             quantities["sync_of_bound"] = Quantity(seconds["sync"] / bound, "1")
         return self._done(seconds["sync"], quantities, report)
 
@@ -174,10 +170,6 @@ class Ways:
         if self._pair.left:
             found["reserved_of_moved"] = Quantity(self._pair.ready_bytes / self._pair.moved_bytes, "1")
         return found
-
-    @property
-    def _num_receivers(self) -> int:
-        return self._pair.layout.tensor_parallel * self._pair.layout.replicas
 
     def again(self) -> Done:
         """Sync twice in a row, each time with new weights: the second sync finds all memory opened by the first."""
@@ -199,11 +191,8 @@ class Ways:
 
     def vllm_ipc(self, *, is_packed: bool) -> Done:
         """Raises UnsupportedError where vLLM's own way is not to be had."""
-        if is_packed not in self._senders:
-            ask = functools.partial(self._pair.ask, "transfer")
-            device = self._pair.device
-            self._senders[is_packed] = vllm_worker.VllmIpcSender(device, self.named, ask, is_packed=is_packed)
-        return self._timed(self._senders[is_packed].send)
+        ask = functools.partial(self._pair.ask, "transfer")
+        return self._timed(vllm_worker.VllmIpcSender(self._pair.device, self.named, ask, is_packed=is_packed).send)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the trainer's own tensors: it is in this process."""
@@ -213,24 +202,13 @@ class Ways:
         if is_new:
             self._pair.step()
         self._pair.device.synchronize()
-        started = time.perf_counter()
-        found = send()
-        seconds = time.perf_counter() - started
+        found, seconds = timed(send)
         return self._done(seconds, {}, found if isinstance(found, SyncReport) else None)
 
     def _done(self, seconds: float, quantities: Mapping[str, Quantity], report: SyncReport | None) -> Done:
         sums = [one for replica in self._pair.ask_each("sums") for one in replica]
         parts = {} if report is None else _parts(report)
         return Done(seconds, self._pair.state, sums, {**quantities, **parts}, report)
-
-
-class _Phase(NamedTuple):
-    """One phase of a turn."""
-
-    name: str
-    step: Callable[[], Any]
-    limit: Callable[[], float]
-    """Seconds; asked for just before the step."""
 
 
 _IN_RECORDS = {
@@ -310,8 +288,8 @@ def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
         "nothing_new": ways.nothing_new,
     }
     if layout.devices == 1:
-        contenders["vllm_ipc"] = functools.partial(ways.vllm_ipc, is_packed=False)
-        contenders["vllm_ipc_packed"] = functools.partial(ways.vllm_ipc, is_packed=True)
+        for name, is_packed in (("vllm_ipc", False), ("vllm_ipc_packed", True)):
+            contenders[name] = functools.partial(ways.vllm_ipc, is_packed=is_packed)
         if not is_one_by_one_slow:
             contenders["per_tensor"] = ways.per_tensor
     return Work(

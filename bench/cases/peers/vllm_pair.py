@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,10 @@ from torch import Tensor
 from rlcore.bench import steps
 from rlcore.bench.cases import models
 from rlcore.bench.cases.models import ModelShape
+from rlcore.bench.cases.offload import Way
 from rlcore.bench.cases.peers import vllm_worker
+from rlcore.bench.cases.timing import timed
+from rlcore.bench.cases.workers import ask_each
 from rlcore.device import Device
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
@@ -131,14 +133,13 @@ class VllmPair:
         device, layout = self.device, self.layout
         is_host = device.spec.is_host
         places = [f"{device.spec.name}:{index}" for index in range(layout.devices)]
-        # On a host, weights that vLLM reloads otherwise than it loads them are looked for, in the folder's.
-        load_format = "auto" if is_host else "dummy"
         steps.begin("build of the engine")
         self.infer.build(
             tensor_parallel_size=layout.tensor_parallel,
             data_parallel_size=layout.replicas,
             devices=places[: layout.tensor_parallel * layout.replicas],
-            load_format=load_format,
+            # On a host, weights that vLLM reloads otherwise than it loads them are looked for, in the folder's.
+            load_format="auto" if is_host else "dummy",
             dtype="bfloat16",
             enforce_eager=True,
             max_model_len=1024,
@@ -156,9 +157,7 @@ class VllmPair:
         )
         self.infer.onload()
         steps.begin("first sync")
-        started = time.perf_counter()
-        self.train.sync_weights(self.infer, verify=True)
-        self.first_s = time.perf_counter() - started
+        _, self.first_s = timed(lambda: self.train.sync_weights(self.infer, verify=True))
 
     def _leave_first(self) -> dict[str, tuple[float, float]]:
         """Return seconds out and back: with memory of the build, with none ready, and with memory used before."""
@@ -168,9 +167,9 @@ class VllmPair:
             steps.begin(f"offload, {kind}")
             if kind == "cold":
                 self.ask("give_host_memory_back")
-            reports = [joined(move("weights")) for move in (self.infer.offload, self.infer.onload)]
-            found[kind] = reports[0].seconds, reports[1].seconds
-        self.moved_bytes = reports[0].moved_bytes
+            out, back = (joined(move("weights")) for move in (self.infer.offload, self.infer.onload))
+            found[kind] = out.seconds, back.seconds
+        self.moved_bytes = out.nbytes
         self.infer.meta("weights")
         self.ask("give_host_memory_back")  # the trainer's weights need it as well
         self.infer.onload("weights")
@@ -193,7 +192,7 @@ class VllmPair:
     def ask_each(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of each replica's worker."""
         (group,) = self.infer.executors
-        return group.call(method, [(arguments, {})] * len(group.workers))
+        return ask_each(group, method, *arguments)
 
     def close(self) -> None:
         self.train.close()
@@ -201,13 +200,7 @@ class VllmPair:
         self._files.cleanup()
 
 
-def joined(reports: Mapping[str, list[OffloadReport]]) -> OffloadReport:
+def joined(reports: Mapping[str, list[OffloadReport]]) -> Way:
     """Join the moves of one tag: devices move side by side."""
     (of_devices,) = reports.values()
-    return OffloadReport(
-        moved_bytes=sum(report.moved_bytes for report in of_devices),
-        freed_device_bytes=sum(report.freed_device_bytes for report in of_devices),
-        seconds=max(report.seconds for report in of_devices),
-        pinned=all(report.pinned for report in of_devices),
-        first_use=any(report.first_use for report in of_devices),
-    )
+    return Way.of(of_devices, max(report.seconds for report in of_devices))

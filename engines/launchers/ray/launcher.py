@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rlcore.engines.launchers.base import Host, Launcher, LaunchOptions, WorkerPlacement, engine_numbers
-from rlcore.engines.launchers.group import WorkerGroup, sending
+from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.process import ProcessWorker
 from rlcore.engines.launchers.ray.cluster import Cluster, connect
 from rlcore.engines.launchers.ray.link import HostLink
@@ -49,8 +49,8 @@ class RayLauncher(Launcher):
         group.keep_until_end(rendezvous)
         openings = _openings(placements, ranks, options, links, addresses if len(addresses) > 1 else {})
         opened: dict[int, tuple[RemoteProcess, Opened]] = {}
-        try:
-            with sending:
+        with group.starting():
+            try:
                 for host, on_host in ranks.items():
                     opened |= zip(on_host, links[host].open([openings[rank] for rank in on_host]), strict=True)
                 for rank, opening in enumerate(openings):
@@ -62,14 +62,11 @@ class RayLauncher(Launcher):
                             worker_class, context, options.timeout_s, process, number=told.worker, started=started
                         )
                     )
-                group.flush()
-            group.wait_until_started([worker.started for worker in group.workers])
-        except BaseException:  # Ctrl-C too: no worker is left
-            for rank in opened.keys() - set(range(len(group.workers))):  # such as of a class that cannot be pickled
-                process, told = opened[rank]
-                process.forget(told.worker)
-            group.stop()
-            raise
+            except BaseException:  # such as of a class that cannot be pickled; Ctrl-C too
+                for rank in opened.keys() - set(range(len(group.workers))):
+                    process, told = opened[rank]
+                    process.forget(told.worker)
+                raise
         return group
 
 

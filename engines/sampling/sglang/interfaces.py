@@ -37,6 +37,7 @@ class SglangScheduler(Protocol):
     chunked_req: SglangRequest | None
     waiting_queue: list[SglangRequest]
     token_to_kv_pool_allocator: SglangKvAllocator
+    req_to_token_pool: SglangPlaces
     max_req_len: int
 
     def pause_generation(self, recv_req: Any) -> None: ...
@@ -85,6 +86,12 @@ class SglangKvAllocator(Protocol):
     """sglang.srt.mem_cache.allocator.BaseTokenToKVPoolAllocator"""
 
     def get_kvcache(self) -> Any: ...
+
+
+class SglangPlaces(Protocol):
+    """sglang.srt.mem_cache.memory_pool.ReqToTokenPool"""
+
+    req_to_token: Tensor
 
 
 class SglangSamplingInfo(Protocol):

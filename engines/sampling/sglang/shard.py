@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from rlcore.engines.offload.group import OffloadGroup
@@ -31,13 +33,18 @@ class SglangShard(ReplicaShard):
             }
         else:
             self._offload_groups = {
-                "weights": SavedGroup(device, "weights", self.model.parameters, self.model.buffers),
+                "weights": SavedGroup(device, "weights", self.model.parameters, self._kept),
                 "kv_cache": SavedGroup(device, "kv_cache", self._kv_caches, tuple),
             }
 
     @property
     def model(self) -> nn.Module:
         return versions.model_runner(self._scheduler).model
+
+    def _kept(self) -> Iterator[Tensor]:
+        """Yield tensors in the memory of the weights that no sync brings again."""
+        yield from self.model.buffers()
+        yield from (tensor for _, tensor in self._target.strays())
 
     def _kv_caches(self) -> list[Tensor]:
         return versions.kv_caches(self._scheduler)
@@ -70,7 +77,7 @@ class SglangShard(ReplicaShard):
     # ---------------------------------------------------------------------------------------------- weights
 
     def differing_after_reload(self, path: str) -> list[str]:
-        """Return the tensors that a reload of the model's own folder changes.
+        """Return the tensors that a reload of the model's own folder changes, and those that no plan can write.
 
         Raises:
             UnsupportedError: a parameter gets nothing of the folder, such as a head that SGLang does not tie.
@@ -78,4 +85,5 @@ class SglangShard(ReplicaShard):
         trace = checkpoint_trace(self._target, self._target.checkpoint() or {}, self._target.tensors())
         if trace.refusal:
             raise UnsupportedError(f"{path} in SGLang", f"{trace.refusal}, which SGLang leaves as it made it")
-        return super().differing_after_reload(path)
+        derived = [name for name, tensor in self._target.strays() if tensor.is_floating_point()]
+        return derived + super().differing_after_reload(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from rlcore.device import Device
 from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.replica.strays import strays
 from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.interfaces import SglangModelRunner
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
@@ -35,6 +37,10 @@ class SglangTarget(Target):
     def tensors(self) -> dict[str, Tensor]:
         model = self._runner.model
         return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def strays(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the model that are neither parameters nor buffers, by name; no plan writes them."""
+        return strays(self._runner.model, self.device)
 
     def reload(self, weights: Weights) -> None:
         versions.load(self._runner, weights, self.device.torch_device)

@@ -23,7 +23,7 @@ from rlcore.engines.sampling.sglang.interfaces import (
     SglangSamplingInfo,
     SglangScheduler,
 )
-from rlcore.errors import InvalidInputError, MissingDependencyError, RlcoreError
+from rlcore.errors import InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
 
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
 SAMPLER = "pytorch"
@@ -266,10 +266,21 @@ def unfinished(scheduler: SglangScheduler) -> list[SglangRequest]:
 
 
 def kv_caches(scheduler: SglangScheduler) -> list[Tensor]:
-    """Return the tensors of the KV cache."""
+    """Return the tensors in the memory of the KV cache: keys and values, and the table of each request's places.
+
+    Captured graphs read row 0 of the table for what pads a batch, so that it must hold places.
+
+    Raises:
+        UnsupportedError: keys and values are where they are not found.
+    """
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     values = [value for value in vars(pool).values() if isinstance(value, list)]
-    return [tensor for value in values for tensor in value if isinstance(tensor, Tensor)]
+    found = [tensor for value in values for tensor in value if isinstance(tensor, Tensor)]
+    if not found:
+        raise UnsupportedError(
+            f"SGLang's {type(pool).__name__}", "its memory cannot be moved; try build(disable_hybrid_swa_memory=True)"
+        )
+    return [*found, scheduler.req_to_token_pool.req_to_token]
 
 
 def meta_model(runner: SglangModelRunner) -> nn.Module:

@@ -15,6 +15,7 @@ from rlcore._torch_private import storage_key
 from rlcore.device import Device
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.replica.strays import strays
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
@@ -77,30 +78,21 @@ class VllmTarget(Target):
         return self._tensors
 
     def _plain(self) -> Iterator[tuple[str, Tensor]]:
-        derived = {id(module) for module, _ in self.strays()}
+        derived = {name.rpartition(".")[0] for name, _ in self.strays()}
         for prefix, module in self._model.named_modules():
-            if id(module) not in derived:
+            if prefix not in derived:
                 own: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
                 own |= module.named_buffers(recurse=False)
                 for name, tensor in own.items():
                     yield (f"{prefix}.{name}" if prefix else name), tensor.detach()
 
-    def strays(self) -> Iterator[tuple[nn.Module, Tensor]]:
-        """Yield tensors of the model that are neither parameters nor buffers nor KV cache, with their modules.
-
-        An example is what MLA derives from its weights after loading: only loading makes them right.
-        """
-        known = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+    def strays(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the model that are neither parameters nor buffers nor KV cache, by name."""
         layer_caches = versions.layer_caches(self._vllm_config.compilation_config)
         caches = {storage_key(storage) for storage in distinct_storages(layer_caches)}
-        for module in self._model.modules():
-            for value in vars(module).values():
-                for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(tensor, Tensor) and id(tensor) not in known and self._is_here(tensor, caches):
-                        yield module, tensor
-
-    def _is_here(self, tensor: Tensor, others: set[int]) -> bool:
-        return tensor.device == self.device.torch_device and storage_key(tensor.untyped_storage()) not in others
+        for name, tensor in strays(self._model, self.device):
+            if storage_key(tensor.untyped_storage()) not in caches:
+                yield name, tensor
 
     def reload(self, weights: Weights) -> None:
         with nullcontext() if self._is_reloading else self.reloading():

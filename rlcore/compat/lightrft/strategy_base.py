@@ -6,36 +6,34 @@ import contextlib
 import json
 import math
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import rlcore
-from rlcore.collectives.default_group import all_gather_bytes, rank_and_size
+from rlcore.collectives.default_group import all_gather_bytes
 from rlcore.compat.lightrft.actor import ActorLanguage
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.dataloader import ResumingSampler
 from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, sampling_params_of
+from rlcore.compat.lightrft.spmd_program import SpmdProgram
 from rlcore.engines.checkpoints.manifest import committed
-from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import CheckpointError, StateError, UnsupportedError
 
 T = TypeVar("T")
 
 
-class StrategyBase:
+class StrategyBase(SpmdProgram):
     """How models train, generate and move between device and host; the same program runs on each rank of torchrun.
 
-    Without torchrun's variables the program is a world of one rank. Model folders are ``args.pretrain``.
+    Model folders are ``args.pretrain``.
     """
 
     executor: ClassVar[str]
@@ -61,22 +59,8 @@ class StrategyBase:
         self.setup_distributed(timeout=timedelta(minutes=60))
         self.accumulated_gradient = self.config.accumulated_gradient(self.world_size)
 
-    # ------------------------------------------------------------------------------------------- the world
-
-    def set_seed(self, seed: int) -> None:
-        random.seed(seed)
-        torch.manual_seed(seed)
-
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
-        """Join the other ranks, and take the device of this one. Without torchrun this rank is alone."""
-        self.set_seed(self.seed)
-        self.is_torchrun = "RANK" in os.environ
-        kind = rlcore.get_device().name.partition(":")[0]
-        self.device = rlcore.get_device(f"{kind}:{os.environ.get('LOCAL_RANK', '0')}")
-        self.device.activate()
-        if self.is_torchrun and not dist.is_initialized():
-            dist.init_process_group(self.device.collectives.backend, timeout=timeout)
-        _, self.world_size = rank_and_size()
+        super().setup_distributed(timeout, num_gpu_per_node)
         if self.config.sp_size > 1:
             raise UnsupportedError(f"sp_size={self.config.sp_size}", "use TrainEngine.build(sequence_parallel_size=)")
         if self.config.engine_tp_size not in (1, self.world_size):
@@ -84,58 +68,6 @@ class StrategyBase:
                 f"engine_tp_size={self.config.engine_tp_size} of {self.world_size} ranks",
                 "1 (an engine on each rank) and the number of ranks (one engine of all) are",
             )
-
-    @classmethod
-    def is_rank_0(cls) -> bool:
-        return rank_and_size()[0] == 0
-
-    def get_rank(self) -> int:
-        return rank_and_size()[0]
-
-    @classmethod
-    def print(cls, *msg: object) -> None:
-        """Print on rank 0."""
-        if cls.is_rank_0():
-            print(f"[{datetime.now():%m-%d %H:%M:%S}]", *msg, flush=True)
-
-    def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Return the mean, sum or maximum over the ranks, of a tensor, a number, or each value of a dict."""
-        if op not in ("mean", "max", "sum"):
-            raise InvalidInputError(f"all_reduce() takes op='mean', 'max' or 'sum', got {op!r}")
-        if isinstance(data, Mapping):
-            return {name: self.all_reduce(value, op) for name, value in data.items()}
-        if not isinstance(data, Tensor):
-            return self.all_reduce(torch.tensor([float(data)]), op).item()
-        reduced = data.to(self.device.torch_device, copy=True)
-        if self.world_size > 1:
-            dist.all_reduce(reduced, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        if op == "mean":
-            reduced = reduced / self.world_size
-        return reduced.to(data.device)
-
-    def all_gather(self, data: Any) -> Any:
-        """Return the tensors of all ranks, joined; a number counts as a tensor of one; of a dict each value."""
-        if isinstance(data, Mapping):
-            return {name: self.all_gather(value) for name, value in data.items()}
-        own = data if isinstance(data, Tensor) else torch.tensor([float(data)])
-        if self.world_size == 1:
-            return own.clone()
-        sent = own.to(self.device.torch_device).contiguous()
-        parts = [torch.empty_like(sent) for _ in range(self.world_size)]
-        dist.all_gather(parts, sent)
-        return torch.cat(parts).to(own.device)
-
-    def sync_and_clear_cache(self) -> None:
-        """Wait for the device and for all ranks; give unused memory back."""
-        self.device.synchronize()
-        if self.world_size > 1:
-            dist.barrier()
-        self.device.memory.empty_cache()
-
-    def report_memory(self, prefix: str = "") -> None:
-        """Print how much of the device's memory is in use."""
-        info = self.device.memory.info()
-        self.print(f"MEMORY STATUS: {prefix}, USED={(info.total_bytes - info.free_bytes) / 1e9:.2f} GB")
 
     # ------------------------------------------------------------------------------------------- the models
 

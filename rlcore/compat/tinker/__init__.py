@@ -8,8 +8,10 @@ shapes of values are Tinker's (0.38). What is not there is refused by name.
 """
 
 from rlcore.compat.tinker import types
-from rlcore.compat.tinker.clients import SamplingClient, ServiceClient, TrainingClient
 from rlcore.compat.tinker.futures import APIFuture
+from rlcore.compat.tinker.sampling_client import SamplingClient
+from rlcore.compat.tinker.service_client import ServiceClient
+from rlcore.compat.tinker.training_client import TrainingClient
 from rlcore.compat.tinker.types import (
     AdamParams,
     Datum,

@@ -27,7 +27,6 @@ from rlcore.rollout.timeline import Timeline
 
 T = TypeVar("T")
 Snapshot = dict[str, Tensor]
-_CHECK_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -63,8 +62,6 @@ class ModelHost:
             max_in_flight=None,
             on_change=self._recover,
         )
-        self._is_closed = threading.Event()
-        threading.Thread(target=self._watch, name="rlcore-tinker-watch", daemon=True).start()
         self._ops = ThreadPoolExecutor(1, thread_name_prefix="rlcore-tinker")
         self._changed = threading.Condition()
         self._under_way: set[Future[RequestOutput]] = set()
@@ -84,16 +81,10 @@ class ModelHost:
 
     def close(self) -> None:
         """Close the engines. What they have not answered fails with StateError."""
-        self._is_closed.set()
         self._ops.shutdown(cancel_futures=True)
         self._fleet.close()
         self._fail_under_way(StateError("the ServiceClient was closed before this sample had ended"))
         self._stack.close()
-
-    def _watch(self) -> None:
-        """Look for an inference engine that does not answer, as a stopped process does, until ``close``."""
-        while not self._is_closed.wait(_CHECK_S):
-            self._fleet.check()
 
     # ------------------------------------------------------------------------------------ in the host's thread
 

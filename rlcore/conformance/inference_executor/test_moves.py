@@ -90,13 +90,19 @@ def test_a_move_is_measured(infer: Any) -> None:
     assert sum(report.moved_bytes for report in back) == sum(report.moved_bytes for report in away)
 
 
-@promise("Weights come back from host memory as they were.", "offload", "onload")
+def sums(engine: Any) -> Any:
+    """Return a number of each tensor of the weights, by worker: it changes with any bit."""
+    return [group.call("sync_call", [(("sums", None), {})] * len(group.workers)) for group in engine.executors]
+
+
+@promise("Weights come back from host memory as they were, bit for bit.", "offload", "onload")
 def test_weights_come_back_as_they_were(infer: Any, prompts: Any, truth: SamplerTruth) -> None:
-    before = infer.generate(prompts, PARAMS)
+    before, bits = infer.generate(prompts, PARAMS), sums(infer)
     for _ in range(2):
         infer.offload()
         assert infer.state == {"weights": "offloaded", "kv_cache": "released"}
         infer.onload()
+        assert sums(infer) == bits
         found = infer.generate(prompts, PARAMS)
         assert truth.wrong(found) == ""
         assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in before]

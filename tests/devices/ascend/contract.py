@@ -257,30 +257,6 @@ def _fits(value: Any, kind: str) -> bool:
     return type(value) in takes.get(kind, ())
 
 
-_KINDS = {
-    "npu": "names of `torch.npu`, its streams, events and pools",
-    "ops": "operators, by schema",
-    "storage": "methods of storages",
-    "reductions": "reductions of tensors",
-    "properties": "properties of devices, in C",
-    "torch_npu": "other names in C",
-}
-
-
-def table(wheels: dict[str, dict[str, Any]]) -> str:
-    """Markdown: of what rlcore uses, how much each wheel has."""
-    lines = ["| rlcore uses | " + " | ".join(wheels) + " |", "| --- |" + " --- |" * len(wheels)]
-    for kind, title in _KINDS.items():
-        mine = {use.name: use for use in uses() if use.name.partition(".")[0] == kind}
-        cells = []
-        for wheel in wheels.values():
-            absent = sorted(name for name, use in mine.items() if missing(use, wheel["names"]))
-            without = f", not {', '.join(f'`{name}`' for name in absent)}" if absent else ""
-            cells.append(f"{len(mine) - len(absent)}{without}")
-        lines.append(f"| {len(mine)} {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main(wheels: list[Path]) -> None:
     found = [extract(wheel) for wheel in wheels]
     versions = dict.fromkeys(one["version"] for one in found)

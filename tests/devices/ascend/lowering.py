@@ -1,15 +1,12 @@
-"""Lowers every portable kernel as triton-ascend does for an NPU, and says what came of it.
+"""Lowers every portable kernel as triton-ascend does for an NPU, and prints what came of it, as JSON.
 
-python -m tests.devices.ascend.lowering REPORT.json     in an environment of triton_environment.py
+python -m tests.devices.ascend.lowering     in an environment of triton_environment.py
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from triton._C.libtriton import ir  # type: ignore[attr-defined]  # triton-ascend's
@@ -20,36 +17,22 @@ from triton.compiler.errors import CompilationError
 
 from rlcore.kernels.triton_programs import limits
 from tests.devices.ascend.kernel_lint import findings
-from tests.devices.ascend.live_bytes import live_bytes
-from tests.devices.ascend.offers import ARCHITECTURE, DEVICE, implementations
-from tests.kernels.triton_cases import OPTIONS, PORTABLE, Case, arguments
+from tests.devices.ascend.offers import ARCHITECTURE, DEVICE
+from tests.kernels.triton_cases import PORTABLE, Case, arguments
 
 TARGET = GPUTarget(DEVICE, ARCHITECTURE, 0)
 
 
-def report() -> dict[str, Any]:
-    return {
-        "compiler": f"triton-ascend {importlib.metadata.version('triton-ascend')}",
-        "architecture": TARGET.arch,
-        "tile_bytes": limits(DEVICE).tile_bytes,  # type: ignore[union-attr]
-        "kernels": {name: entry(case) for name, case in PORTABLE.items()},
-        "implementations": implementations(),
-    }
-
-
 def entry(case: Case) -> dict[str, Any]:
-    tile = case.tile(DEVICE)
-    found: dict[str, Any] = {
-        "file": case.kernel.__module__.removeprefix("rlcore.kernels."),
-        "tile": {name: value for name, value in tile.items() if isinstance(value, int) and name not in OPTIONS},
-    }
-    try:
-        ttir, lowered = lower(case.kernel, arguments(case, tile))
-    except (CompilationError, subprocess.CalledProcessError) as error:
-        return found | {"message": message(error), "live_bytes": None, "findings": []}
+    """The kernel's file, why it does not lower, or "", and what the lint says of it."""
     limited = limits(DEVICE)
     assert limited is not None
-    return found | {"message": "", "live_bytes": live_bytes(lowered), "findings": findings(ttir, lowered, limited)}
+    found = {"file": case.kernel.__module__.removeprefix("rlcore.kernels.")}
+    try:
+        ttir, lowered = lower(case.kernel, arguments(case, case.tile(DEVICE)))
+    except (CompilationError, subprocess.CalledProcessError) as error:
+        return found | {"message": message(error), "findings": []}
+    return found | {"message": "", "findings": findings(ttir, lowered, limited)}
 
 
 def lower(kernel: Any, types: dict[str, Any]) -> tuple[str, str]:
@@ -83,4 +66,4 @@ def message(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(report(), indent=1) + "\n")
+    print(json.dumps({name: entry(case) for name, case in PORTABLE.items()}))

@@ -30,7 +30,7 @@ from rlcore.errors import RlcoreError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from rlcore.packed import choice
-from rlcore.packed.choice import AttentionCall
+from rlcore.packed.attention_call import AttentionCall
 from rlcore.rms_norm import use_device_norms
 from rlcore.tensor_data import dtype_name
 from rlcore.types import IpcHandle

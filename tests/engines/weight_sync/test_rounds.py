@@ -391,6 +391,12 @@ def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str
         RoundOptions(**({"version": 1} | options))
 
 
+@pytest.mark.parametrize(("checksums", "steps"), [("off", []), ("sample", [0, 16, 32]), ("always", list(range(40)))])
+def test_of_sampled_checksums_one_bucket_in_16_has_one_and_always_the_first(checksums: Any, steps: list[int]) -> None:
+    options = RoundOptions(version=1, checksums=checksums)
+    assert [step for step in range(40) if options.is_checked(step)] == steps
+
+
 def test_the_former_name_of_a_field_of_the_report_is_read_with_a_warning() -> None:
     numbers: dict[str, Any] = dict.fromkeys(("version", "moved_bytes", "needed_bytes", "fallback_bytes"), 1)
     report = SyncReport(**numbers, route="packed", handles_opened=1, seconds=1.0, calls_s={}, staging_waits_by="event")

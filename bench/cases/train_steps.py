@@ -1,0 +1,222 @@
+"""Steps of the train engine and of plain loops over torch's FSDP2, from the same weights on the same tokens.
+
+Each contender is built, warmed up, timed and closed before the next, so that each has the devices to itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from rlcore.bench.case import Contender, Quantity, expect
+from rlcore.bench.cases.models import ModelShape, drawn, policy, transformers_class
+from rlcore.bench.cases.workers import BenchWorker, ask_each, worker_processes
+from rlcore.device import Device
+from rlcore.engines.launchers.launch import choose_launcher
+from rlcore.engines.train import TrainEngine
+from rlcore.kernels.losses.policy import ppo_clip
+from rlcore.meta import meta_device
+from rlcore.tensor_data import dtype_name
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+_TIMEOUT_S = 600.0
+_TOLERANCE = 2e-2
+"""Between two losses of bfloat16 models, in nats a token: advantages are of the order of 1."""
+
+Batch = Mapping[str, Tensor]
+
+
+class Setup(NamedTuple):
+    """The model, the devices and the way to compute, which the contenders of a case share."""
+
+    device_names: list[str]
+    model: ModelShape
+    dtype: torch.dtype
+    """The dtype that is computed in; parameters are float32."""
+    tokens: int
+    """The most tokens of a micro-batch."""
+    warm_up: int
+    """Steps before those that are timed."""
+    recomputes: bool
+    compiles: bool = False
+
+    @property
+    def params(self) -> dict[str, int | float | str]:
+        return {"model": self.model.name, "tokens": self.tokens, "dtype": dtype_name(self.dtype)}
+
+
+class StepTimes(NamedTuple):
+    """The steps of one contender."""
+
+    loss: float
+    """The loss of the first step."""
+    seconds: list[float]
+    """The seconds of each step after those that warm up."""
+    first_s: float
+    """The seconds of the first step, which compiles."""
+    build_s: float
+    peak_bytes: int
+    """The peak of the device that held the most, parameters and optimizer states included."""
+
+
+def _times(
+    setup: Setup, step: Callable[[Batch], float], batches: Sequence[Batch], reset_peak: Callable[[], object]
+) -> tuple[float, list[float], float]:
+    """Return the first three of ``StepTimes``; a step ends when its metrics are there.
+
+    Work of the optimizer that is still queued then counts in the next step.
+    """
+    losses, seconds = [], []
+    for number, batch in enumerate(batches):
+        if number == setup.warm_up:
+            reset_peak()
+        started = time.perf_counter()
+        losses.append(step(batch))
+        seconds.append(time.perf_counter() - started)
+    return losses[0], seconds[setup.warm_up :], seconds[0]
+
+
+def engine_steps(setup: Setup, batches: Sequence[Batch], **options: Any) -> StepTimes:
+    """Take the steps of a train engine; ``options`` are those of its ``build()``."""
+    started = time.perf_counter()
+    engine = TrainEngine(policy(setup.model, setup.dtype, setup.device_names[0].partition(":")[0]))
+    own: dict[str, Any] = {
+        "compute_dtype": dtype_name(setup.dtype),
+        "activation_checkpointing": setup.recomputes,
+        "compile": setup.compiles,
+    }
+    with engine.build(devices=setup.device_names, timeout_s=_TIMEOUT_S, **(own | options)):
+        build_s = time.perf_counter() - started
+        loss_fn = ppo_clip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
+
+        def step(batch: Batch) -> float:
+            return engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=setup.tokens)["loss"]
+
+        times = _times(setup, step, batches, lambda: engine.call("reset_peak"))
+        peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
+    return StepTimes(*times, build_s, peak)
+
+
+# ----------------------------------------------------------------------------------------------- plain loops
+
+
+class PlainRank(BenchWorker):
+    """One rank of a loop over FSDP2, as torch's own tutorials have it."""
+
+    setup: Setup
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return what ``sharded`` makes."""
+        raise NotImplementedError
+
+    def backward(self, scored: nn.Module, batch: Batch) -> Tensor:
+        """Run forward and backward, and return this rank's metrics to be summed over the ranks, the loss first."""
+        raise NotImplementedError
+
+    def run(self, setup: Setup, batches: Sequence[Batch]) -> StepTimes:
+        started = time.perf_counter()
+        self.setup = setup
+        self.context.process_group(_TIMEOUT_S)
+        scored, optimizer = self.build()
+        build_s = time.perf_counter() - started
+
+        def step(batch: Batch) -> float:
+            metrics = self.backward(scored, batch)
+            torch.nn.utils.clip_grad_norm_(scored.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(metrics)
+            return float(metrics[0])
+
+        times = _times(setup, step, batches, self.device.memory.reset_peak)
+        return StepTimes(*times, build_s, self.device.memory.stats().peak_allocated_bytes)
+
+
+def sharded(
+    setup: Setup, scored_class: Callable[[Any], nn.Module], device: Device, mesh: Any = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make a Qwen2, shard it by FSDP2, give it its weights, and return it with its optimizer.
+
+    Args:
+        scored_class: the module around the model that a loop calls.
+        mesh: a mesh of all ranks; None is torch's own.
+    """
+    with meta_device():
+        model = transformers_class("Qwen2ForCausalLM")._from_config(setup.model.config())
+    weights = drawn(model, setup.dtype, device.type)
+    policy = MixedPrecisionPolicy(param_dtype=setup.dtype, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        if setup.recomputes:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if setup.compiles:
+            block.forward = torch.compile(block.forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    scored = scored_class(model.float())
+    fully_shard(scored, mesh=mesh, mp_policy=policy)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # rotary tables: in no checkpoint
+    scored.to_empty(device=device.torch_device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        for name, parameter in model.named_parameters():
+            whole = weights[name][...].float()
+            parameter.to_local().copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
+    return scored, torch.optim.AdamW(scored.parameters(), lr=1e-6, fused=True)
+
+
+def clipped_gain(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """Return PPO's clipped surrogate of each token."""
+    ratio = (logprob - old).exp()
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+
+
+def plain_steps(rank_class: type[PlainRank], setup: Setup, batches: Sequence[Batch]) -> StepTimes:
+    names = setup.device_names
+    with worker_processes(rank_class, names, _TIMEOUT_S, launcher=choose_launcher(None, len(names))) as group:
+        found: list[StepTimes] = ask_each(group, "run", setup, batches)
+    slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
+    return found[0]._replace(seconds=slowest, peak_bytes=max(one.peak_bytes for one in found))
+
+
+# ------------------------------------------------------------------------------------------------ contenders
+
+
+class Compared:
+    """Makes the contenders of a case. Those that train on the same tokens have to begin with the same loss."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._first_losses: dict[object, float] = {}
+
+    def contender(
+        self,
+        name: str,
+        run: Callable[[], StepTimes],
+        quantities: Callable[[StepTimes], Mapping[str, Quantity]],
+        *,
+        same: object = None,
+        tolerance: float = _TOLERANCE,
+        **options: Any,
+    ) -> Contender:
+        """Return one; ``same`` is equal for those of the same tokens, ``options`` are those of ``Contender``."""
+
+        def run_alone() -> StepTimes:
+            gc.collect()
+            self._device.memory.empty_cache()
+            torch.compiler.reset()  # blocks of all contenders are one function to it, which it compiles a few times
+            return run()
+
+        def check(done: StepTimes) -> None:
+            expected = self._first_losses.setdefault(same, done.loss)
+            expect(abs(done.loss - expected) <= tolerance, f"the loss is {done.loss}, and elsewhere {expected}")
+
+        return Contender(name, run_alone, check, seconds=lambda done: done.seconds, quantities=quantities, **options)

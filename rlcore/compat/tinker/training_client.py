@@ -1,0 +1,164 @@
+"""``TrainingClient``, with Tinker's methods: gradients, steps, and the weights that they lead to.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.compat.tinker import types
+from rlcore.compat.tinker.data import check_data, micro_batches, packed, with_inputs
+from rlcore.compat.tinker.futures import APIFuture, ClientFuture
+from rlcore.compat.tinker.host import ModelHost, Snapshot
+from rlcore.compat.tinker.losses import READS, whole_config
+from rlcore.compat.tinker.module import plain
+from rlcore.compat.tinker.sampling_client import SamplingClient
+from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
+from rlcore.errors import InvalidInputError
+
+CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
+
+
+class TrainingClient:
+    """Trains the adapters of one base model. Calls are done in the order in which they are made."""
+
+    def __init__(self, host: ModelHost, base_model: str, rank: int, folder: Path) -> None:
+        self._host, self._base_model, self._rank, self._folder = host, base_model, rank, folder
+        self._names: dict[str, Snapshot] = {}
+
+    def forward(
+        self, data: list[types.Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """As ``forward_backward``, without gradients."""
+        return self._begin(data, loss_fn, loss_fn_config, with_gradients=False)
+
+    def forward_backward(
+        self, data: list[types.Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Add the gradients of a loss, summed over the tokens of ``data``, to those since the last ``optim_step``.
+
+        Args:
+            loss_fn: "cross_entropy", "importance_sampling", "ppo", "cispo" or "dro".
+            loss_fn_config: such as {"clip_low_threshold": 0.9}.
+        """
+        return self._begin(data, loss_fn, loss_fn_config, with_gradients=True)
+
+    def forward_backward_custom(
+        self, data: list[types.Datum], loss_fn: CustomLoss
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """As ``forward_backward``, with a loss of your own, which costs a second forward.
+
+        Args:
+            loss_fn: ``loss_fn(data, logprobs) -> (loss, metrics)``; it runs in this process, on a list of tensors
+                [T] with the log-probs of the targets.
+        """
+        check_data(data, ())
+
+        def compute() -> types.ForwardBackwardOutput:
+            unweighted = [with_inputs(datum, weights=torch.zeros(datum.model_input.length)) for datum in data]
+            found = self._accumulate(unweighted, "cross_entropy", {}, with_gradients=False)
+            logprobs = [one["logprobs"].to_torch().requires_grad_() for one in found.loss_fn_outputs]
+            loss, metrics = loss_fn(data, logprobs)
+            slopes = torch.autograd.grad(loss, logprobs, allow_unused=True)
+            weighted = [
+                with_inputs(datum, weights=torch.zeros_like(own) if slope is None else -slope)
+                for datum, own, slope in zip(data, logprobs, slopes, strict=True)
+            ]
+            self._accumulate(weighted, "cross_entropy", {}, with_gradients=True)
+            return types.ForwardBackwardOutput(found.loss_fn_output_type, found.loss_fn_outputs, dict(metrics))
+
+        return self._host.submit(compute)
+
+    def optim_step(self, optim_params: types.AdamParams) -> APIFuture[types.OptimStepResponse]:
+        """Take a step of AdamW with the gradients since the last one."""
+
+        def step() -> types.OptimStepResponse:
+            self._host.note_change()
+            (norm,) = self._host.train.step_adam(plain(optim_params))
+            return types.OptimStepResponse({"grad_norm": norm})
+
+        return self._host.submit(step)
+
+    # ---------------------------------------------------------------------------------------------- weights
+
+    def save_weights_and_get_sampling_client(self, name: str | None = None) -> ClientFuture[SamplingClient]:
+        """Return a client that samples from the weights of now."""
+
+        def make() -> SamplingClient:
+            return SamplingClient(self._host, self._base_model, self._host.snapshot())
+
+        return ClientFuture(self._host.submit(make).future())
+
+    def save_weights_for_sampler(self, name: str) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """Keep the weights of now, in this process, for ``create_sampling_client(path)``."""
+
+        def keep() -> types.SaveWeightsForSamplerResponse:
+            path = f"{self._base_model}/sampler/{name}"
+            self._names[path] = self._host.snapshot()
+            return types.SaveWeightsForSamplerResponse(path)
+
+        return self._host.submit(keep)
+
+    def create_sampling_client(self, model_path: str) -> SamplingClient:
+        """Return a client that samples from weights of ``save_weights_for_sampler``."""
+        if model_path not in self._names:
+            raise InvalidInputError(
+                f"no weights were saved as {model_path!r}; saved: {', '.join(self._names) or 'none'}"
+            )
+        return SamplingClient(self._host, self._base_model, self._names[model_path])
+
+    def save_state(self, name: str) -> APIFuture[types.SaveWeightsResponse]:
+        """Write a checkpoint of weights and optimizer."""
+
+        def save() -> types.SaveWeightsResponse:
+            self._host.train.save(self._folder / name)
+            return types.SaveWeightsResponse(str(self._folder / name))
+
+        return self._host.submit(save)
+
+    def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """Read a checkpoint of ``save_state``; its optimizer, too."""
+
+        def load() -> types.LoadWeightsResponse:
+            self._host.note_change()
+            self._host.train.load(path)
+            return types.LoadWeightsResponse(path)
+
+        return self._host.submit(load)
+
+    load_state_with_optimizer = load_state
+
+    def get_tokenizer(self) -> Any:
+        return load_tokenizer(check_model_folder(Path(self._base_model)))
+
+    def get_info(self) -> types.GetInfoResponse:
+        return types.GetInfoResponse(types.ModelData(self._base_model), True, self._rank, self._base_model)
+
+    # ------------------------------------------------------------------------------------ forward and backward
+
+    def _begin(
+        self, data: list[types.Datum], loss: str, config: Mapping[str, float] | None, *, with_gradients: bool
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        whole = whole_config(loss, config or {})
+        check_data(data, READS[loss])
+        return self._host.submit(lambda: self._accumulate(data, loss, whole, with_gradients=with_gradients))
+
+    def _accumulate(
+        self, data: list[types.Datum], loss: str, config: Mapping[str, float], *, with_gradients: bool
+    ) -> types.ForwardBackwardOutput:
+        outputs, total = [], 0.0
+        for part in micro_batches(data):
+            batch = packed(part, READS[loss])
+            ((logprob_T, loss_T),) = self._host.train.accumulate(batch, loss, dict(config), with_gradients)
+            lengths = [datum.model_input.length for datum in part]
+            for logprob, elementwise in zip(logprob_T.split(lengths), loss_T.split(lengths), strict=True):
+                total += float(elementwise.sum())
+                both = {"logprobs": logprob, "elementwise_loss": elementwise}
+                outputs.append({name: types.TensorData.from_torch(value) for name, value in both.items()})
+        return types.ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})

@@ -1,0 +1,68 @@
+"""A shard on the host, over objects with the members of SGLang's scheduler that it uses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rlcore.engines.residency import Move
+from rlcore.engines.sampling.replica.shard import ReplicaShard
+from rlcore.engines.sampling.sglang import shard as module
+from rlcore.engines.sampling.sglang.shard import SglangShard
+from rlcore.errors import UnsupportedError
+
+
+class Model(nn.Module):
+    """A model with a buffer, and tensors that are neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.absorbed = torch.full((4, 8), 3.0)
+        self.order = [torch.arange(3)]
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    config = SimpleNamespace(hf_eos_token_id={1}, model_path="nowhere")
+    pool = SimpleNamespace(k_buffer=[torch.ones(4, 2), torch.ones(4, 2)], v_buffer=[torch.ones(4, 2)], size=4)
+    return SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model(), model_config=config)),
+        model_config=config,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.full((3, 16), 1 << 30, dtype=torch.int32)),
+    )
+
+
+def test_the_places_of_requests_are_in_the_memory_of_the_kv_cache(scheduler: Any) -> None:
+    """What is there when the memory comes back names no place, and captured graphs read it."""
+    shard, places = SglangShard(scheduler), scheduler.req_to_token_pool.req_to_token
+    report, is_away = shard.move(Move.OFFLOAD, "kv_cache")
+    assert (report.freed_device_bytes, is_away) == (3 * 4 * 2 * 4 + 3 * 16 * 4, True)
+    assert places.untyped_storage().nbytes() == 0
+    shard.move(Move.ONLOAD, "kv_cache")
+    assert not places.any()
+
+
+def test_a_cache_that_is_not_found_is_refused(scheduler: Any) -> None:
+    inner = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    scheduler.token_to_kv_pool_allocator.get_kvcache = lambda: SimpleNamespace(full=inner, sliding=inner)
+    with pytest.raises(UnsupportedError, match=r"cannot be moved; try build\(disable_hybrid_swa_memory=True\)"):
+        SglangShard(scheduler).move(Move.OFFLOAD, "kv_cache")
+
+
+def test_tensors_beside_the_parameters_are_kept_and_no_sync_is_taken_where_they_are_of_weights(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLA multiplies by what SGLang derives of its weights as it loads them, and a plan writes the weights alone."""
+    shard, model = SglangShard(scheduler), scheduler.tp_worker.model_runner.model
+    kept = [model.table, model.absorbed, *model.order]
+    assert [tensor.data_ptr() for tensor in shard._kept()] == [tensor.data_ptr() for tensor in kept]
+    monkeypatch.setattr(module, "checkpoint_trace", lambda *_: SimpleNamespace(refusal=""))
+    monkeypatch.setattr(ReplicaShard, "differing_after_reload", lambda *_: ["weight"])
+    assert shard.differing_after_reload("nowhere") == ["absorbed", "weight"]
