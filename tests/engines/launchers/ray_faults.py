@@ -204,8 +204,8 @@ class Round:
 
     def watched(self, at: dict[str, list[list[Any]]]) -> dict[tuple[str, int], int]:
         """Return a descriptor of each worker and agent, by its host and process id there."""
-        pids = {(name, one.own_pid): one.pid for name, host in self.cluster.hosts.items() for one in processes(host)}
-        return {(host, pid): os.pidfd_open(pids[host, pid]) for kind in at.values() for host, pid in kind}
+        wanted = [one for kind in at.values() for one in kind]
+        return {(name, one.own_pid): os.pidfd_open(one.pid) for name, one in self.named(wanted)}
 
     def wait_for_end(self) -> None:
         try:
@@ -215,9 +215,8 @@ class Round:
 
     def stacks(self) -> str:
         """End the program, which prints its threads' stacks; return what it has printed."""
-        for process in processes(self.cluster.hosts["host-a"]):
-            if process.own_pid == self.pid:
-                process.send(signal.SIGABRT)
+        for _, process in self.named([["host-a", self.pid]]):
+            process.send(signal.SIGABRT)
         return self.program.communicate()[1][-8000:]
 
     def strike(self, fault: str, at: dict[str, list[list[Any]]]) -> str:
@@ -226,9 +225,10 @@ class Round:
         here, there = self.cluster.hosts.values()
         match fault.partition(" ")[2]:
             case "worker" | "agent" as kind:
-                name, pid = self.draw.choice(at[f"{kind}s"])
-                self.send(self.cluster.hosts[name], pid, how)
-                return str(name)
+                living = self.named(at[f"{kind}s"])  # a restart may have ended some
+                name, process = self.draw.choice(living)
+                process.send(how)
+                return name
             case "raylet":
                 processes(there, "/core/src/ray/raylet/raylet ")[0].send(how)
             case "store actor":
@@ -239,13 +239,15 @@ class Round:
             case "link":
                 there.limit(2)
             case "program":
-                self.send(here, self.pid, signal.SIGINT if fault.startswith("interrupt") else signal.SIGKILL)
+                ((_, process),) = self.named([[here.name, self.pid]])
+                process.send(signal.SIGINT if fault.startswith("interrupt") else signal.SIGKILL)
                 return here.name
         return there.name
 
-    def send(self, host: Host, own_pid: int, number: signal.Signals) -> None:
-        (process,) = [one for one in processes(host) if one.own_pid == own_pid]
-        process.send(number)
+    def named(self, wanted: list[list[Any]]) -> list[tuple[str, Process]]:
+        """Return those of these processes, named by their host and process id there, that are there."""
+        running = [(name, one) for name, host in self.cluster.hosts.items() for one in processes(host)]
+        return [(name, one) for name, one in running if [name, one.own_pid] in wanted]
 
     def heal(self, fault: str) -> None:
         there = self.cluster.hosts["host-b"]
