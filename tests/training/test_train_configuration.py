@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -94,6 +95,48 @@ def test_a_wrong_field_is_one_line(config: Path, override: str, told: str) -> No
     assert told in str(found.exception) and "\n" not in str(found.exception)
 
 
+def test_a_refused_run_leaves_no_folder(config: Path) -> None:
+    found = CliRunner().invoke(cli.app, ["train", str(config), "model=nowhere", f"output={config.parent / 'a' / 'b'}"])
+    assert isinstance(found.exception, RlcoreError)
+    assert not (config.parent / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (
+            '{"model_type": "qwen2", "vocab_size": 21}',
+            "is not the configuration of a run of rlcore train; give another",
+        ),
+        ("[1]", "is not the configuration of a run of rlcore train; give another output="),
+        ('{"model": ', "cannot be read: Input data was truncated; give another output="),
+    ],
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_another_config_is_not_taken_for_a_run(
+    config: Path, content: str, told: str, resume: bool
+) -> None:
+    """Every Hugging Face model folder has a config.json; ``output=`` of one must not replace it."""
+    theirs = config.parent / "model"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(content)
+    with pytest.raises(RlcoreError) as caught:
+        TrainFolder(read_configuration(config, [f"output={theirs}"], TrainConfig), resume=resume)
+    assert str(caught.value).startswith(f"{theirs / 'config.json'} {told}")
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {"config.json": content}
+
+
+def test_a_resume_that_fails_changes_nothing(config: Path) -> None:
+    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as run:
+        run.begin()
+        run.append("metrics", [{"step": 0}, {"step": 1}])
+        before = {path: path.read_bytes() for path in run.path.iterdir()}
+    with TrainFolder(read_configuration(config, ["steps=7"], TrainConfig), resume=True) as run:
+        assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+        run.go_on(0)
+        assert json.loads((run.path / "config.json").read_bytes())["steps"] == 7
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -176,7 +219,7 @@ def test_a_resume_drops_the_lines_of_later_steps_and_one_that_a_kill_cut_short(c
         run.append("metrics", [{"step": step} for step in range(4)])
         log = run.path / "metrics.jsonl"
         log.write_bytes(log.read_bytes() + b'{"step":2,"rew')
-        run.keep_until(2)
+        run.go_on(2)
         assert log.read_text() == '{"step":0}\n{"step":1}\n{"step":2}\n'
 
 
