@@ -50,8 +50,9 @@ class TrainProgram:
         self._stack = contextlib.ExitStack()
         data = config.data
         self._reward: Any = data.reward and function_of(data.reward, home)
-        self._items = ShuffledItems(items_of(data.train, home), config.seed)
-        self._held_out = items_of(data.held_out, home) if data.held_out else []
+        need_prompt = config.rollout.workflow is None
+        self._items = ShuffledItems(items_of(data.train, home, need_prompt=need_prompt), config.seed)
+        self._held_out = items_of(data.held_out, home, need_prompt=need_prompt) if data.held_out else []
         self._make_workflow = config.rollout.workflow and function_of(config.rollout.workflow, home)
         check_model_folder(config.model)
         with rlcore.meta_device():

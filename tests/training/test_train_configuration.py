@@ -43,6 +43,7 @@ number = 3
 def config(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "items.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1"}\n{"question": "1"}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1"}\nprompt\n')
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.format(model=model, output=tmp_path / "run"))
@@ -76,6 +77,8 @@ def config(tmp_path: Path, model: Path) -> Path:
         ("data.reward=judge:number", "judge:number must be a function, got 3"),
         ("data.train=none.jsonl", "cannot read none.jsonl: No such file or directory"),
         ("data.train=bad.jsonl", "line 2 of bad.jsonl is no JSON: "),
+        ("data.train=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
+        ("data.held_out=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
         ("data.train=judge:nothing", "judge:nothing must give a list of at least one item, got []"),
         ("data.train=judge:objects", "the items of judge:objects must be plain data, for the checkpoint and "),
         ("placement=shared", 'rollout.max_staleness must be 0 with placement "shared", where samplers stand still'),
@@ -170,8 +173,8 @@ def test_the_example_is_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     found = read_configuration(ROOT / "examples" / "addition.yaml", ["steps=7"], TrainConfig)
     assert (found.steps, found.algorithm.learning_rate, found.rollout.max_staleness) == (7, 3e-4, 1)
     train, held_out = (
-        items_of(found.data.train, ROOT / "examples"),
-        items_of(str(found.data.held_out), ROOT / "examples"),
+        items_of(found.data.train, ROOT / "examples", need_prompt=True),
+        items_of(str(found.data.held_out), ROOT / "examples", need_prompt=True),
     )
     assert len(held_out) == 512 and not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
     verify = function_of(str(found.data.reward), ROOT / "examples")
