@@ -147,8 +147,10 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
             module = Policy.from_pretrained(folder)
         squares = Squares(folder, options.side, options.seed)
         held_out = squares.draw(options.held_out)
-        # vLLM plans memory for all that the model could read, videos too
-        limits: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if options.sampler == "vllm" else {}
+        # vLLM plans memory for all that the model could read, videos too, and takes 4 GiB of a host for its cache
+        limits: dict[str, Any] = {"limit_mm_per_prompt": {"image": 1, "video": 0}, "kv_cache_memory_bytes": 1 << 26}
+        if options.sampler != "vllm":
+            limits = {}
         with (
             rlcore.InferenceEngine(folder, executor=options.sampler).build(dtype="float32", **limits) as infer,
             rlcore.TrainEngine(module, executor=options.trainer).build(colocate_with=infer) as train,

@@ -88,6 +88,7 @@ def test_the_budget_of_the_import_can_be_exceeded() -> None:
     assert times_as_long(code, "pass", rounds=3) > 1 + IMPORT_BUDGET
 
 
+@pytest.mark.slow
 def test_help_takes_little_longer_than_that_of_a_bare_typer_program() -> None:
     code = "import sys; from rlcore.cli.main import main; sys.exit(main())"
     assert times_as_long(code, TYPERS_OWN_HELP, "--help", rounds=3) < HELP_BUDGET

@@ -269,8 +269,10 @@ def torch_cuda_elsewhere(root: Path) -> list[str]:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                names = [f"{node.value.id}.{node.attr}"]
             else:
-                names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+                continue
             if any(name == "torch.cuda" or name.startswith("torch.cuda.") for name in names):
                 found.append(f"{path.relative_to(root)}:{node.lineno} uses torch.cuda")
     return sorted(set(found))
@@ -362,7 +364,12 @@ def _nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text())))
 
 
-def _rlcore_imports(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _rlcore_imports(path: Path) -> list[tuple[int, str]]:
+    return list(_imports_of_rlcore(path))
+
+
+def _imports_of_rlcore(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of rlcore, in functions and under TYPE_CHECKING too."""
     for node in _nodes(path):
         if isinstance(node, ast.Import):

@@ -151,11 +151,10 @@ def _sampled(
 ) -> tuple[list[RequestOutput], dict[str, Tensor]]:
     """Return the completions, and the results of the sampler's parts: none if they cannot be had, or are not asked."""
     say(f"sampling {options.sequences * options.tokens} tokens by {options.infer}")
-    more = {"enable_return_routed_experts": True} if has_experts and options.infer in _RETURNING_ROUTES else {}
     each = -(-options.sequences // len(prompts))
     params = {"n": each, "max_tokens": options.tokens, "temperature": options.temperature, "seed": 1}
     plain = _PLAIN_BUILD.get(options.infer)
-    with _build(folder, options, **more) as infer:
+    with _returning_routes(folder, options, say) if has_experts else _build(folder, options) as infer:
         outputs = infer.generate(prompts, params | {"ignore_eos": True})
         if not options.layers:
             return outputs, {}
@@ -165,6 +164,16 @@ def _sampled(
     say("looking inside the sampler, which is built again without compiled code")
     with _build(folder, options, **plain) as infer:
         return outputs, _activations(infer, _probed(outputs), say)
+
+
+def _returning_routes(folder: Path, options: ParityOptions, say: Callable[[str], None]) -> InferenceEngine:
+    """Return a sampler that returns the experts of each token, if it can."""
+    if options.infer in _RETURNING_ROUTES:
+        try:
+            return _build(folder, options, enable_return_routed_experts=True)
+        except UnsupportedError as error:
+            say(f"routes are not replayed: {error}")
+    return _build(folder, options)
 
 
 def _probed(outputs: Sequence[RequestOutput]) -> list[int]:

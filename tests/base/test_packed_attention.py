@@ -260,7 +260,7 @@ def test_plain_calls_of_the_model_stay_as_they_were(decoder: Decoder) -> None:
     assert all(map(torch.equal, before, after))
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_setting_the_attention_anew_keeps_sequences_apart(decoder: Decoder, name: str) -> None:
     run(decoder)
     for _ in range(2):  # then the name is one that an earlier call saw
@@ -622,6 +622,7 @@ def test_kernels_are_called_by_their_conventions(decoder: Decoder, name: str, fa
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+@pytest.mark.slow
 def test_variable_length_attention_is_in_the_graph_of_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **options: Any) -> Tensor:
         return reference((query, key, value), cu_seqlens, options["window_size"], options["scale"])
@@ -639,7 +640,7 @@ def test_variable_length_attention_is_in_the_graph_of_a_compiled_layer(monkeypat
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch.compile imports it
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@on("qwen2", "gemma2", quick=("gemma2",))
+@on("qwen2", "gemma2", quick=())
 def test_flex_attention_masks_by_sequence_and_window(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: None)  # on the CPU it has no backward to probe
     # Uncompiled it is plain torch operations.

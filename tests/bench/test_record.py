@@ -197,6 +197,7 @@ def test_folder_without_write_permission_is_named(tmp_path: Path) -> None:
         write(a_record(), Path("/proc/out.json"))
 
 
+@pytest.mark.slow
 def test_kill_never_leaves_half_a_record(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     code = (

@@ -137,13 +137,12 @@ def test_the_report_says_of_each_member_what_is_known(runs: Any, run: Run) -> No
 
 
 @AS_IT_IS
-def test_the_repositorys_report_is_of_this_suite(runs: Any, run: Run) -> None:
-    """The table of docs/devices.md is made of it."""
+def test_the_repositorys_report_says_what_members_do_now(runs: Any, run: Run) -> None:
+    """The table of docs/devices.md is made of it. It names its commit: tests may have come since."""
     kept = json.loads((REPORTS / f"{run.device}.json").read_text())
     found = runs.outcome(run).report
     again = f"pytest --pyargs rlcore.conformance --device {run.device} --conformance-json {REPORTS}/{run.device}.json"
     assert kept["members"] == found["members"], f"run: {again}; make results"
-    assert set(kept["tests"]) == set(found["tests"]), f"run: {again}; make results"
 
 
 @AS_IT_IS

@@ -146,10 +146,10 @@ def model_class(family: str) -> Any:
     return getattr(transformers, CONFIGS[family][0] + "ForConditionalGeneration")
 
 
-def write_model(folder: Path, family: str, seed: int = 0) -> Path:
+def write_model(folder: Path, family: str, seed: int = 0, config: Any = None) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model_class(family)(CONFIGS[family][1]()).save_pretrained(folder)
+        model_class(family)(config or CONFIGS[family][1]()).save_pretrained(folder)
     return folder
 
 

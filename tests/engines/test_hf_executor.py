@@ -157,6 +157,7 @@ def test_a_request_gives_the_same_samples_whatever_its_companions(worker: HfExec
     assert len(set(map(tuple, tokens(alone)[0]))) == 4
 
 
+@pytest.mark.slow
 def test_smaller_batches_give_the_same(worker: HfExecutor, qwen2_folder: Path) -> None:
     params = {"n": 3, "seed": 3, "max_tokens": 10}
     whole = tokens(generate(worker, PROMPTS, params, version=0))
@@ -225,6 +226,7 @@ def test_equal_prompts_are_prefilled_once(worker: HfExecutor) -> None:
     assert rows == [5, 24]  # five distinct prompts, then six times four samples; the last token is not fed
 
 
+@pytest.mark.slow
 def test_greedy_stays_that_of_transformers_while_the_cache_grows_and_shrinks(worker: HfExecutor) -> None:
     lengths = [70, 3, 45, 60, 20, 71]  # blocks are of 32 columns
     params = [{"temperature": 0.0, "max_tokens": length, "ignore_eos": True} for length in lengths]

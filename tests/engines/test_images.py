@@ -20,13 +20,13 @@ from rlcore.ops import ppo_clip
 from rlcore.parallel_plans import Sizes
 from rlcore.rollout import RolloutController, SingleTurn
 from rlcore.sequence_input import SequenceInput
-from tests.accuracy import assert_as_accurate, assert_same_bits
+from tests.accuracy import assert_same_bits
 
+from .image_agreement import check_logprobs, mixed_prompts, module_of, policy_of
 from .image_models import (
     CONFIGS,
     IMAGE,
     ImageTruth,
-    continued_logprobs,
     image_batch,
     inputs_of,
     model_class,
@@ -35,7 +35,7 @@ from .image_models import (
     write_model,
 )
 from .train_batches import assert_same_weights, packed_batch
-from .train_policy import Build, Place, adamw_policy, engines_of, places
+from .train_policy import Build, Place, engines_of, places
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -56,19 +56,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return folder
 
 
-def policy_of(family: str) -> Any:
-    class Policy(adamw_policy(model_class(family), lr=1e-2, eps=1e-3)):  # eps: else signs of 0 to rounding
-        def forget_steps(self) -> None:
-            self.on_weights_materialized()
-
-    return Policy
-
-
-def module_of(family: str, folder: Path) -> Any:
-    with rlcore.meta_device():
-        return policy_of(family).from_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def build(
     model_folder: Callable[[str], Path], shared_devices: tuple[str, ...], short_runtime_folder: Path
@@ -77,16 +64,6 @@ def build(
     folder = model_folder(QWEN)
     with engines_of(policy_of(QWEN), folder, shared_devices, short_runtime_folder) as get:
         yield get
-
-
-def mixed_prompts(family: str) -> list[Any]:
-    """One image, two of different sizes, none, and again one; the longest first."""
-    return [
-        prompt_of(family, ((4, 8), (4, 4)), seed=2),
-        prompt_of(family, seed=1),
-        [1, 2, 3, 4],
-        prompt_of(family, ((8, 4),), seed=3),
-    ]
 
 
 # ---------------------------------------------------------------------------------------------- sampler and trainer
@@ -107,33 +84,6 @@ def test_sampler_trainer_and_transformers_agree(family: str, model_folder: Calla
             check_logprobs(family, infer.path, outputs, batch, train)
             train.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=48)
             assert train.sync_weights(infer).fallback_bytes == 0
-
-
-def check_logprobs(family: str, folder: Path, outputs: Any, batch: Any, train: rlcore.TrainEngine) -> None:
-    sampled_NL = batch.get("rollout_logprobs", batch["old_logprobs"])
-    trained_NL, mask_NL, state = train.forward_logprobs(batch), batch["loss_mask"], train.state_dict(adapters="merged")
-    exact, reference = (own_model(family, folder, state, dtype) for dtype in (torch.float64, torch.float32))
-    found: list[Any] = []
-    completions = [(output, completion) for output in outputs for completion in output.outputs]
-    for row, (output, completion) in enumerate(completions):
-        with torch.no_grad():
-            plain = [
-                continued_logprobs(model, output.prompt_token_ids, completion.token_ids, output.inputs)
-                for model in (reference, exact)
-            ]
-        found.append((trained_NL[row][mask_NL[row]], sampled_NL[row][mask_NL[row]], *plain))
-    trained, sampled, by_transformers, true = (torch.cat(parts) for parts in zip(*found, strict=True))
-    assert_as_accurate(trained, by_transformers, true, what="the trainer's")
-    assert_as_accurate(sampled, by_transformers, true, what="the sampler's")
-
-
-def own_model(family: str, folder: Path, state: Any, dtype: torch.dtype) -> Any:
-    """transformers' own class with the trainer's weights, which have the names of checkpoints."""
-    model = policy_of(family).from_pretrained(folder).eval()
-    with torch.no_grad():
-        for name, tensor in model.named_weights():
-            tensor.copy_(state[name])
-    return model.to(dtype)
 
 
 @slow

@@ -144,7 +144,7 @@ def assert_log_probs(outputs: Any, folder: Path, *, and_of: rlcore.TrainEngine |
     ("folder", "sampling"),
     [
         pytest.param("qwen2_folder", {}, marks=pytest.mark.slow),
-        ("qwen2_folder", {"temperature": 1.4, "top_p": 0.8}),
+        pytest.param("qwen2_folder", {"temperature": 1.4, "top_p": 0.8}, marks=pytest.mark.slow),
         ("llama_folder", {"temperature": 0.9, "top_p": 0.7, "top_k": 6}),
     ],
     ids=str,
@@ -268,7 +268,7 @@ def test_a_synced_engine_equals_a_fresh_one_of_the_export(
     assert_log_probs(infer.generate(PROMPTS, {"n": 3, "seed": 1}), tmp_path / "model")
 
 
-@on_both_launchers
+@on_both_slowly
 def test_taking_turns_on_one_device_as_a_colocated_system_does(
     train: rlcore.TrainEngine, infer: rlcore.InferenceEngine, launcher: str
 ) -> None:

@@ -16,7 +16,7 @@ import rlcore
 from rlcore.activations import in_order, part_of, recording
 from rlcore.cli import main as cli
 from rlcore.engines.sampling.hf.executor import HfExecutor
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.parity.layers import compare, first_difference, largest_growth
 from rlcore.parity.statistics import LogProbAgreement, by_position
 from tests.accuracy import assert_within_rounding
@@ -90,6 +90,24 @@ def test_a_sampler_that_cannot_look_inside_is_compared_without_parts(
     assert result.exit_code == 0
     assert "the parts of the model are not compared: activations() of HfExecutor is not supported" in result.stderr
     assert "first difference" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_sampler_that_returns_no_experts_is_compared_without_replay(
+    moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = HfExecutor.build
+
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("enable_return_routed_experts"):
+            raise UnsupportedError("enable_return_routed_experts", "this one records none")
+        build(self, *args, **options)
+
+    monkeypatch.setattr(HfExecutor, "build", refuse)
+    result = parity(moe_folder)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "routes are not replayed: enable_return_routed_experts is not supported: this one records" in result.stderr
+    assert "64" in result.stdout and "replay" not in result.stdout
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def test_less_memory_moves_more_and_then_does_not_fit(config_file: Path) -> None
     assert [phase.name for phase in small.best.phases] == ["score", "train"]
 
 
+@pytest.mark.slow
 def test_shards_divide_what_is_held_and_gather_the_rest(config_file: Path, found: Any) -> None:
     four = rlcore.plan(config_file, device="h200", count=4, replicas=1, tensor_parallel=2, **FIXED)
     one, cut = ({phase.name: phase for phase in plan.best.phases}["train"].parts for plan in (found, four))
@@ -155,7 +156,19 @@ def test_a_file_that_is_no_record_is_refused(config_file: Path) -> None:
         ({"device": "h20"}, r"no device 'h20' is known or here; did you mean 'h200'\?; known without being here: h200"),
         ({"longest": 512, "max_tokens": 256}, r"max_tokens=256 is less than longest=512.*raise it"),
         ({"prompt_tokens": 4096}, "prompt_tokens must be from 0 to below longest=4096"),
-        ({"count": 0}, "plan.. takes a whole number of at least 1, or None as count, got 0"),
+        ({"count": 0}, "plan.. takes a whole number from 1 to 1,048,576, or None as count, got 0"),
+        (
+            {"count": 99_999_999_999},
+            "plan.. takes a whole number from 1 to 1,048,576, or None as count, got 99999999999",
+        ),
+        ({"memory_bytes": -1}, "plan.. takes a whole number of at least 1, or None as memory_bytes, got -1"),
+        ({"replicas": 0}, "plan.. takes a whole number of at least 1, or None as replicas, got 0"),
+        ({"prompt_tokens": "x"}, "plan.. takes a whole number as prompt_tokens, got 'x'"),
+        ({"device": 3}, "plan.. takes a str, or None as device, got 3"),
+        ({"sampler": "x"}, "plan.. takes True or False as sampler, got 'x'"),
+        ({"lora": "x"}, "plan.. takes a whole number of at least 1, or a mapping, or None as lora, got 'x'"),
+        ({"optimizer": "adam"}, "plan.. takes a function, or None as optimizer, got 'adam'"),
+        ({"record": 3}, "plan.. takes a non-empty str or Path, or None as record, got 3"),
         ({"count": 4, "replicas": 3}, "replicas must divide the 4 devices, got 3"),
         ({"count": 3, "tensor_parallel": 3}, "tensor_parallel must divide the 4 attention heads, got 3"),
         ({"options": {"compute": "bfloat16"}}, "options= of plan.. are those of the fsdp2 executor's build"),

@@ -371,6 +371,7 @@ def test_a_step_is_on_disk_when_it_was_appended(config: QuickstartConfig, monkey
         assert flushed == ['{"step":1}\n']
 
 
+@pytest.mark.slow
 def test_a_kill_while_steps_are_written_loses_at_most_the_last(config: QuickstartConfig) -> None:
     code = f"""
 from pathlib import Path

@@ -76,6 +76,7 @@ def test_the_teacher_is_right_49_percent_of_the_time_and_its_imitator_30() -> No
     assert imitator / len(EVERY_PROBLEM) == pytest.approx(0.3025)
 
 
+@pytest.mark.slow
 def test_the_sampled_teacher_forgets_as_often_as_computed() -> None:
     texts = teacher_texts(EVERY_PROBLEM, generator())
     assert accuracy(EVERY_PROBLEM, texts) == pytest.approx(0.4903, abs=4 * 0.005)

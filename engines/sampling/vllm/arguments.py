@@ -30,8 +30,12 @@ _OWN = {
     "use_tqdm_on_load": "the log stays quiet",
 }
 """Arguments that the user cannot choose, and why."""
+_ON_A_HOST = {"enable_chunked_prefill": False}
+"""Arguments that a host needs, unless the user names others. vLLM fails there at a prompt with a seed that it computes
+in parts, because it winds back the generator of random numbers, which a host's cannot."""
 BATCH_INVARIANT = "batch_invariant"
 """An argument that is an environment variable of vLLM's."""
+RETURN_EXPERTS = "enable_return_routed_experts"
 _KV_SHARE = 0.7
 """Fraction of the device memory that the weights leave free; the rest is for activations and captured graphs."""
 _MOST_HOST_KV_BYTES = 4 << 30
@@ -47,6 +51,8 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
     """
     check_arguments(given)
     device, is_rank = context.device, not context.devices  # a rank of torchrun drives no devices
+    if device.spec.is_host and "max_num_batched_tokens" not in given:
+        given = _ON_A_HOST | dict(given)
     size = context.world_size if is_rank else len(context.devices)
     replica = _rank_of_torchrun() // size if is_rank else context.rank
     arguments = {

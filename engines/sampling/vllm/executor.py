@@ -16,7 +16,7 @@ from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.vllm import ascend, versions
-from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, check_arguments, engine_arguments
+from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, RETURN_EXPERTS, check_arguments, engine_arguments
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine
 from rlcore.engines.sampling.vllm.replica import Replica
@@ -70,6 +70,12 @@ class VllmExecutor(ReplicaExecutor):
         is_invariant = engine_args.pop(BATCH_INVARIANT, False)
         if is_invariant and self.device.spec.is_host:
             raise UnsupportedError(f"{BATCH_INVARIANT} on {self.device.name}", "vLLM has such kernels for GPUs alone")
+        if engine_args.get(RETURN_EXPERTS) and self.device.spec.is_host:
+            raise UnsupportedError(
+                f"{RETURN_EXPERTS} on {self.device.name}",
+                "vLLM's build for the CPU records none: in 0.26 its kernel of experts has no place for it, and 0.32 "
+                "does it in a model runner that needs a Triton for CPUs; sample by executor='hf', or on a GPU",
+            )
         self.engine_version = versions.prepare(is_batch_invariant=is_invariant)
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)

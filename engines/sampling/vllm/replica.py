@@ -21,7 +21,7 @@ from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine, VllmRequestOutput
-from rlcore.errors import RlcoreError, StateError, WorkerDiedError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, WorkerDiedError
 
 
 class Replica:
@@ -105,7 +105,11 @@ class Replica:
         """Begin these requests, whose outputs ``collect`` gives by these numbers (>= 0)."""
         with self.between_steps("submit"):
             self._set_version(version)
-            self._add(numbers, prompts, params, is_streamed=True)
+            try:
+                self._add(numbers, prompts, params, is_streamed=True)
+            except BaseException:
+                self._drop(numbers)
+                raise
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_in_background, name="rlcore-vllm", daemon=True)
                 self._thread.start()
@@ -227,7 +231,10 @@ class Replica:
             for index, key in enumerate(keys):
                 name = f"{job.number}-{index}"
                 self._jobs.samples[name] = RunningSample(job, index)
-                self._engine.add_request(name, given, self._sampling(one, key, is_streamed=is_streamed))
+                try:
+                    self._engine.add_request(name, given, self._sampling(one, key, is_streamed=is_streamed))
+                except ValueError as error:  # such as an image for which its cache has no room
+                    raise InvalidInputError(f"vLLM refuses a prompt of {len(token_ids)} tokens: {error}") from error
 
     def _as_vllm_takes_it(self, prompt: Sequence[int]) -> Any:
         if not isinstance(prompt, MultimodalPrompt):

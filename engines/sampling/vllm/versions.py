@@ -274,6 +274,9 @@ def image_prompt(engine: VllmEngine, prompt: MultimodalPrompt, spans: Sequence[r
 
     Args:
         spans: the tokens of each image.
+
+    Raises:
+        UnsupportedError: vLLM needs more of this model's images than rlcore has.
     """
     from transformers import BatchFeature
 
@@ -282,9 +285,18 @@ def image_prompt(engine: VllmEngine, prompt: MultimodalPrompt, spans: Sequence[r
 
     inputs = BatchFeature(prompt.inputs)
     fields = engine.renderer.get_mm_processor()._get_mm_fields_config(inputs, {})
+    items = MultiModalKwargsItems.from_hf_inputs(inputs, fields)
+    found = len(items.get("image", ()))
+    if found != len(spans):
+        lacking = sorted(fields.keys() - inputs.keys())
+        raise UnsupportedError(
+            f"this model's images in vLLM, which finds {found} images where there are {len(spans)}",
+            f"its processor also makes {', '.join(lacking) or 'other rows'}, which rlcore has not; sample by "
+            "executor='hf'",
+        )
     return mm_input(
         prompt_token_ids=list(prompt),
-        mm_kwargs=MultiModalKwargsItems.from_hf_inputs(inputs, fields),
+        mm_kwargs=items,
         mm_hashes={"image": [f"{prompt.digest.hex()}-{number}" for number in range(len(spans))]},
         mm_placeholders={"image": [PlaceholderRange(offset=span.start, length=len(span)) for span in spans]},
     )

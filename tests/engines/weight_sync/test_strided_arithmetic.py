@@ -68,24 +68,24 @@ def random_write(rng: random.Random, sizes: tuple[int, ...]) -> Copy:
 SIZES = [(12,), (4, 6), (2, 3, 4), (6, 4, 2), (2, 2, 6, 2)]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_copy_keeps_its_elements_in_fewer_dimensions(seed: int) -> None:
-    rng = random.Random(seed)
-    copy = random_write(rng, rng.choice(SIZES))
-    found = canonical(copy)
-    assert pairs(found) == pairs(copy)
-    assert len(found.shape) <= len(copy.shape) and 1 not in found.shape
+def test_a_copy_keeps_its_elements_in_fewer_dimensions() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        copy = random_write(rng, rng.choice(SIZES))
+        found = canonical(copy)
+        assert pairs(found) == pairs(copy), seed
+        assert len(found.shape) <= len(copy.shape) and 1 not in found.shape, seed
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_copy_out_of_a_copy(seed: int) -> None:
-    rng = random.Random(seed)
-    sizes = rng.choice(SIZES)
-    first, read = random_write(rng, sizes), random_write(rng, sizes)
-    second = Copy(read.shape, read.offset, read.stride, read.source_offset, read.source_stride)
-    kept = pairs(first)
-    want = {d: kept[s] for d, s in pairs(second).items() if s in kept}
-    assert joined(compose(first, second)) == want
+def test_a_copy_out_of_a_copy() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        sizes = rng.choice(SIZES)
+        first, read = random_write(rng, sizes), random_write(rng, sizes)
+        second = Copy(read.shape, read.offset, read.stride, read.source_offset, read.source_stride)
+        kept = pairs(first)
+        want = {d: kept[s] for d, s in pairs(second).items() if s in kept}
+        assert joined(compose(first, second)) == want, seed
 
 
 def test_one_element_spread_over_a_dimension_stays_spread() -> None:
@@ -94,52 +94,52 @@ def test_one_element_spread_over_a_dimension_stays_spread() -> None:
     assert joined(compose(first, second)) == {100 + i: 11 if i < 5 else 14 for i in range(10)}
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_cut_takes_exactly_the_elements_of_a_range(seed: int) -> None:
-    rng = random.Random(seed)
-    copy = canonical(random_write(rng, rng.choice(SIZES)))
-    first = rng.randrange(160)
-    end = first + rng.randrange(60)
-    want = {d: s for d, s in pairs(copy).items() if first <= s < end}
-    assert joined(cut(copy, first, end)) == want
+def test_a_cut_takes_exactly_the_elements_of_a_range() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        copy = canonical(random_write(rng, rng.choice(SIZES)))
+        first = rng.randrange(160)
+        end = first + rng.randrange(60)
+        want = {d: s for d, s in pairs(copy).items() if first <= s < end}
+        assert joined(cut(copy, first, end)) == want, seed
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_what_is_left_beside_a_hole(seed: int) -> None:
-    rng = random.Random(seed)
-    sizes = rng.choice(SIZES)
-    copy, hole = random_write(rng, sizes), random_write(rng, sizes)
-    want = {d: s for d, s in pairs(copy).items() if d not in pairs(hole)}
-    assert joined(subtract(copy, hole)) == want
+def test_what_is_left_beside_a_hole() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        sizes = rng.choice(SIZES)
+        copy, hole = random_write(rng, sizes), random_write(rng, sizes)
+        want = {d: s for d, s in pairs(copy).items() if d not in pairs(hole)}
+        assert joined(subtract(copy, hole)) == want, seed
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_later_writes_win(seed: int) -> None:
-    rng = random.Random(seed)
-    sizes = rng.choice(SIZES)
-    writes = [(random_write(rng, sizes), tag) for tag in range(rng.randint(1, 6))]
-    want: dict[int, tuple[int, int]] = {}
-    for copy, tag in writes:
-        want |= {d: (s, tag) for d, s in pairs(copy).items()}
-    found: dict[int, tuple[int, int]] = {}
-    for copy, tag in visible(writes):
-        more = {d: (s, tag) for d, s in pairs(copy).items()}
-        assert not found.keys() & more.keys()
-        found |= more
-    assert found == want
+def test_later_writes_win() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        sizes = rng.choice(SIZES)
+        writes = [(random_write(rng, sizes), tag) for tag in range(rng.randint(1, 6))]
+        want: dict[int, tuple[int, int]] = {}
+        for copy, tag in writes:
+            want |= {d: (s, tag) for d, s in pairs(copy).items()}
+        found: dict[int, tuple[int, int]] = {}
+        for copy, tag in visible(writes):
+            more = {d: (s, tag) for d, s in pairs(copy).items()}
+            assert not found.keys() & more.keys()
+            found |= more
+        assert found == want, seed
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_fewer_copies_do_the_same(seed: int) -> None:
-    rng = random.Random(seed)
-    sizes = rng.choice(SIZES)
-    whole = canonical(random_write(rng, sizes))
-    edges = sorted({whole.source_offset, whole.source_offset + 200, *(rng.randrange(200) for _ in range(6))})
-    parts = [part for a, b in itertools.pairwise(edges) for part in cut(whole, a, b)]
-    rng.shuffle(parts)
-    found = coalesce(parts)
-    assert joined(found) == joined(parts)
-    assert len(found) <= len(parts)
+def test_fewer_copies_do_the_same() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        sizes = rng.choice(SIZES)
+        whole = canonical(random_write(rng, sizes))
+        edges = sorted({whole.source_offset, whole.source_offset + 200, *(rng.randrange(200) for _ in range(6))})
+        parts = [part for a, b in itertools.pairwise(edges) for part in cut(whole, a, b)]
+        rng.shuffle(parts)
+        found = coalesce(parts)
+        assert joined(found) == joined(parts), seed
+        assert len(found) <= len(parts), seed
 
 
 def test_pieces_of_equal_experts_become_one_box() -> None:

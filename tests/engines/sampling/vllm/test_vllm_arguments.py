@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.vllm import arguments, versions
+from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
 FOLDER: Any = SimpleNamespace(path="model", reads_images=False)
@@ -42,6 +44,16 @@ def test_a_model_that_reads_images_has_a_tokenizer(monkeypatch: pytest.MonkeyPat
         folder: Any = SimpleNamespace(path="model", reads_images=reads_images)
         found = arguments.engine_arguments(KV_CACHE, folder, context)
         assert found["skip_tokenizer_init"] is not reads_images
+
+
+def test_prompts_are_computed_whole_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM fails there at a prompt with a seed that is computed in parts; who asks for parts has them."""
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads vLLM's source
+    context = WorkerContext("the engine", 0, world_size=1, device_name="cpu:0", number=0, devices=("cpu:0",))
+    choices = [({}, False), ({"enable_chunked_prefill": True}, True), ({"max_num_batched_tokens": 64}, None)]
+    for given, expected in choices:
+        found = arguments.engine_arguments(KV_CACHE | given, FOLDER, context)
+        assert found.get("enable_chunked_prefill") is expected
 
 
 def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +123,9 @@ def test_another_engine_waits_for_the_memory_of_the_last(start: NewEngine, alloc
         match=r"^another vLLM engine in this process is not supported: .* has 4194304 bytes of the last one; build",
     ):
         start("")
+
+
+def test_experts_are_returned_on_gpus_alone(qwen2_folder: Path) -> None:
+    executor = VllmExecutor(WorkerContext("the engine", 0, 1, device_name="cpu:0", number=0, devices=("cpu:0",)))
+    with pytest.raises(UnsupportedError, match=r"^enable_return_routed_experts on cpu:0 is not supported: vLLM's"):
+        executor.build(qwen2_folder, enable_return_routed_experts=True)

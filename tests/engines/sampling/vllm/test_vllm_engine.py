@@ -114,6 +114,13 @@ def test_a_seed_gives_the_same_samples_whatever_is_beside_it(infer: rlcore.Infer
     assert tokens(infer.generate(PROMPTS[:1], free)) != tokens(infer.generate(PROMPTS[:1], free))
 
 
+def test_prompts_with_seeds_may_need_several_steps(infer: rlcore.InferenceEngine) -> None:
+    """vLLM's build for the CPU fails where it computes such a prompt in parts."""
+    prompts = [[(number + place) % 20 for place in range(200)] for number in range(20)]  # 4,000 tokens, 2,048 a step
+    params = {"max_tokens": 2, "seed": 1, "ignore_eos": True}
+    assert tokens(infer.generate(prompts, params))[-1:] == tokens(infer.generate(prompts[-1:], params))
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "match"),
     [

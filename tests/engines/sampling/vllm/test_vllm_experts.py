@@ -33,6 +33,7 @@ def train(folder: Path) -> Iterator[rlcore.TrainEngine]:
         yield engine
 
 
+@pytest.mark.gpu
 def test_the_experts_of_each_token_are_those_of_the_trainers_routers(
     folder: Path, train: rlcore.TrainEngine, build_vllm: Callable[..., rlcore.InferenceEngine]
 ) -> None:

@@ -16,7 +16,7 @@ from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.engines.sampling.vllm.replica import Replica
 from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
-from rlcore.errors import RlcoreError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError
 
 CONTEXT = WorkerContext("it", 0, 1, "cpu:0", 1, ("cpu:0",))
 READER: Any = SimpleNamespace(
@@ -113,6 +113,28 @@ def test_what_fails_in_generate_leaves_no_request(replica: Replica, engine: Fail
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         replica.run([[1, 2]], [SamplingParams(n=3)], 0, lambda number: None)
     assert engine.requests == [] and replica.progress() == {}
+
+
+def test_what_vllm_refuses_leaves_no_request(
+    replica: Replica, engine: FailingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the prompt nor of those before it in the call."""
+    add_request = engine.add_request
+
+    def add(request_id: str, prompt: Any, params: Any) -> None:
+        if len(prompt["prompt_token_ids"]) == 3:
+            raise ValueError("its cache has no room for the image")
+        add_request(request_id, prompt, params)
+
+    monkeypatch.setattr(engine, "add_request", add)
+    prompts, params = [[1, 2], [1, 2, 3]], [SamplingParams(n=2)] * 2
+    for ask in (
+        lambda: replica.run(prompts, params, 0, lambda number: None),
+        lambda: replica.submit([0, 1], prompts, params, 0),
+    ):
+        with pytest.raises(InvalidInputError, match=r"^vLLM refuses a prompt of 3 tokens: its cache has no room for"):
+            ask()
+        assert engine.requests == [] and replica.progress() == {}
 
 
 def test_requests_under_way_compute_their_cache_again_with_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
