@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlcore.bench.case import load_cases
-from rlcore.bench.cases.peers.vllm_pair import Pair
+from rlcore.bench.cases.peers.vllm_pair import EnginePair
 from rlcore.errors import MissingDependencyError
 from rlcore.registry import get_device
 
@@ -41,7 +41,7 @@ def test_a_whole_case(short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatc
                 print(name, way.seconds(done), way.quantities(done))
         with pytest.raises(AssertionError, match="7 tokens came"):
             ways["tokens"].check(done._replace(result=7))
-        monkeypatch.setattr(Pair, "step", lambda pair: setattr(pair, "state", pair.state ^ 1))
+        monkeypatch.setattr(EnginePair, "step", lambda pair: setattr(pair, "state", pair.state ^ 1))
         with pytest.raises(AssertionError, match="other weights than a round before"):
             ways["sync"].check(ways["sync"].run())
     finally:

@@ -11,7 +11,7 @@ from rlcore.bench import steps
 from rlcore.bench.case import Case, Quantity, Work, expect
 from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B, ModelShape
 from rlcore.bench.cases.peers.sglang_alone import SglangAlone
-from rlcore.bench.cases.peers.vllm_pair import TIMEOUT_S, Pair
+from rlcore.bench.cases.peers.vllm_pair import TIMEOUT_S, EnginePair
 from rlcore.bench.cases.timing import Measured, self_timed, timed
 from rlcore.device import Device
 from rlcore.engines.weight_sync.transports.base import Route
@@ -23,10 +23,10 @@ _PROMPT, _PROMPTS, _TOKENS = 32, 256, 128
 _PROMPTS_ON_HOST, _TOKENS_ON_HOST = 8, 16
 
 
-class _Ways:
-    """What is timed; each leaves both samplers with all that they need."""
+class _BesideSglang:
+    """The tasks that are timed; each leaves both samplers with all that they need."""
 
-    def __init__(self, pair: Pair, alone: SglangAlone) -> None:
+    def __init__(self, pair: EnginePair, alone: SglangAlone) -> None:
         self._pair, self._alone = pair, alone
         is_host = pair.device.spec.is_host
         shape = (_PROMPTS_ON_HOST if is_host else _PROMPTS, _PROMPT)
@@ -72,7 +72,7 @@ def _prepare(model: ModelShape, device: Device) -> Work:
         raise MissingDependencyError("sglang", needed_for="this case", extra="sglang") from error
     options: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 1 << 16, "context_length": 1024}
     options["load_format"] = "auto" if device.spec.is_host else "dummy"
-    pair = Pair(model, device, "sglang")
+    pair = EnginePair(model, device, "sglang")
     alone: list[SglangAlone] = []
 
     def close() -> None:
@@ -90,7 +90,7 @@ def _prepare(model: ModelShape, device: Device) -> Work:
     except BaseException:
         close()
         raise
-    ways = _Ways(pair, alone[0])
+    ways = _BesideSglang(pair, alone[0])
     return Work(
         (
             self_timed("sync", lambda: ways.sync(None), ways.check_sync),

@@ -105,7 +105,7 @@ def write_folder(module: Any, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-class Pair:
+class EnginePair:
     """A trainer and a sampler that share devices; neither is built yet."""
 
     def __init__(self, model: ModelShape, device: Device, executor: str) -> None:
@@ -142,7 +142,7 @@ class Pair:
         self._files.cleanup()
 
 
-class VllmPair(Pair):
+class VllmPair(EnginePair):
     """The sampler is vLLM."""
 
     def __init__(self, model: ModelShape, layout: Layout, device: Device) -> None:
