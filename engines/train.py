@@ -226,6 +226,7 @@ class TrainEngine(CheckpointedEngine):
         found = gathered(name, results[::alike], gather)
         return in_row_order(found, args, kwargs, num_workers // (sizes.tensor * sizes.sequences))
 
+    @takes("train()", mode=FLAG)
     def train(self, mode: bool = True) -> TrainEngine:
         """Set training mode, as ``torch.nn.Module.train``."""
         self.call("train", mode)

@@ -95,7 +95,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
     if kind is not None and not kind.has(value):
-        shown = repr(value)
+        shown = " ".join(line.strip() for line in repr(value).splitlines())  # a tensor has several
         shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}... of {type(value)}"
         raise InvalidInputError(f"{what} takes {kind.words} as {name}, got {shown}")
 

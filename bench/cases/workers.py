@@ -2,6 +2,9 @@
 
 Starts are given as a share of the same number of bare ``import torch`` processes, started at once as the workers
 are, in the same run: what is left is rlcore's part.
+
+Workers are children of the program, or on a host of a Ray cluster: the program's own, which such a case starts, or
+another one of the cluster at ``RAY_ADDRESS``.
 """
 
 from __future__ import annotations
@@ -24,8 +27,11 @@ from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.engines.launchers.worker import WorkerContext
+from rlcore.errors import UnsupportedError
 from rlcore.process.python_command import python_code
 
+_OTHER_HOST = "ray_other_host"
+"""In the place of a launcher: Ray, with the workers on another host than the program's."""
 TIMEOUT_S = 120.0
 _TENSOR_BYTES = 256 << 20
 _NUM_RUNS = 5
@@ -37,15 +43,33 @@ _BARE = "import torch; print(torch.__version__, flush=True)"
 def worker_processes(
     worker_class: Any, device_names: list[str], timeout_s: float = TIMEOUT_S, *, launcher: str = "process"
 ) -> Iterator[WorkerGroup]:
-    """Worker processes that live as long as a measurement; "ray" starts a cluster of this host for all of them."""
-    if launcher == "ray":
-        host = connect().hosts()[0].name
+    """Worker processes that live as long as a measurement; those of Ray share a cluster."""
+    if launcher in ("ray", _OTHER_HOST):
+        host = _other_host() if launcher == _OTHER_HOST else connect().hosts()[0].name
         device_names = [f"{host}/{name}" for name in device_names]
+        launcher = "ray"
     group = start_workers(worker_class, "the bench", device_names, launcher=launcher, timeout_s=timeout_s)
     try:
         yield group
     finally:
         group.stop()
+
+
+def _other_host() -> str:
+    """Return the name of another host of the cluster at RAY_ADDRESS."""
+    if not (address := os.environ.get("RAY_ADDRESS")):
+        raise UnsupportedError(
+            "a worker on another host",
+            "RAY_ADDRESS is not set; start a Ray cluster of two hosts (docs/clusters.md) and set it to its address, "
+            "such as 10.0.0.1:6379",
+        )
+    cluster = connect(address)
+    import ray
+
+    own = ray.util.get_node_ip_address()
+    if not (others := [host.name for host in cluster.hosts() if host.address != own]):
+        raise UnsupportedError("a worker on another host", f"the Ray cluster at {address} has this one, {own}, alone")
+    return others[0]
 
 
 def ask_each(group: WorkerGroup, method: str, *args: Any) -> list[Any]:
@@ -143,26 +167,35 @@ def _bare_imports_s(number: int) -> float:
     return seconds
 
 
-def _prepare_start(num_workers: int, device: Device) -> Work:
+def _prepare_start(launcher: str, num_workers: int, device: Device) -> Work:
     names = [f"{device.spec.name}:{index}" for index in range(num_workers)]
+    if launcher != "process":  # the cluster and its agent are there before
+        with worker_processes(_Echo, names[:1], launcher=launcher):
+            pass
 
     def run() -> Measured:
         before_s = _bare_imports_s(num_workers)  # and after: what is started first finds colder files and caches
         started = time.perf_counter()
-        with worker_processes(_Echo, names) as group:
+        with worker_processes(_Echo, names, launcher=launcher) as group:
             answer = ask(group, "echo", 7)
             seconds = time.perf_counter() - started
         bare_s = (before_s + _bare_imports_s(num_workers)) / 2
         ratio = Quantity(seconds / bare_s, "1")
         return Measured(answer, seconds, {"bare_import": Quantity(bare_s, "s"), "ratio_to_bare_import": ratio})
 
-    return Work((self_timed("process", run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
+    return Work((self_timed(launcher, run, _check_echo),), {"workers": num_workers}, num_runs=_NUM_RUNS)
 
+
+_PLACES: tuple[tuple[str, str, str], ...] = (
+    ("process", "", "a worker process"),
+    ("ray", "ray_", "a worker under Ray"),
+    (_OTHER_HOST, "ray_other_host_", "a worker on another host of a Ray cluster"),
+)
 
 cases = (
     *(
         case
-        for launcher, prefix, whose in (("process", "", "a worker process"), ("ray", "ray_", "a worker under Ray"))
+        for launcher, prefix, whose in _PLACES
         for case in (
             Case(f"workers/{prefix}call", f"a call of {whose} and its answer", partial(_prepare_call, launcher)),
             Case(
@@ -175,16 +208,16 @@ cases = (
                 f"a 256 MiB tensor as the answer of {whose}",
                 partial(_prepare_receiving, launcher),
             ),
+            Case(
+                f"workers/{prefix}start_4",
+                f"{whose}, four of them at once until all answer, beside four bare imports of torch",
+                partial(_prepare_start, launcher, 4),
+            ),
         )
     ),
     Case(
         "workers/start_1",
         "one worker process until it answers, beside a bare import of torch",
-        partial(_prepare_start, 1),
-    ),
-    Case(
-        "workers/start_4",
-        "four worker processes at once until all answer, beside four bare imports of torch",
-        partial(_prepare_start, 4),
+        partial(_prepare_start, "process", 1),
     ),
 )

@@ -123,7 +123,10 @@ def configure(
 
 @app.command()
 def quickstart(
-    model: Annotated[Path | None, typer.Option(help="Folder of a Hugging Face causal language model.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(parser=given_path, metavar="PATH", help="Folder of a Hugging Face causal language model."),
+    ] = None,
     device: DeviceName = None,
     executor: Annotated[str | None, typer.Option(help="What samples: hf, vllm, or sglang.", show_default="hf")] = None,
     seed: Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlcore.cli.console import AsJson, print_json, print_table
+from rlcore.cli.console import AsJson, given_path, print_json, print_table
 from rlcore.cli.placement import Asked, placement, placement_rows
 from rlcore.torch_import import import_torch
 
@@ -25,14 +25,22 @@ def plan(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A model folder, its config.json, or a file of rlcore train (.yaml)."),
+        typer.Argument(
+            metavar="[MODEL]",
+            parser=lambda text: str(given_path(text)),
+            help="A model folder, its config.json, or a file of rlcore train (.yaml).",
+        ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(help='With MODEL such as "h200" or "cpu", else a kind such as "cuda"; else the best here.'),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="Devices, which trainer and sampler share in turns.")] = None,
-    memory: Annotated[float | None, typer.Option(min=0.1, help="GiB of each device, if not as in the table.")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="Devices, which trainer and sampler share in turns.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, max=1 << 20, help="GiB of each device, if not as in the table.")
+    ] = None,
     longest: Annotated[
         int | None, typer.Option(min=2, help="Tokens of the longest sequence.", show_default="4096")
     ] = None,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rlcore.cli.console import given_path
 from rlcore.errors import printable
 from rlcore.torch_import import import_torch
 
@@ -17,7 +18,9 @@ _INTERRUPTED = 130
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What to train, as docs/train.md says.")],
+    config: Annotated[
+        Path, typer.Argument(parser=given_path, metavar="CONFIG.yaml", help="What to train, as docs/train.md says.")
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help='Such as "rollout.max_staleness=2".')
     ] = None,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rlcore.arguments import COUNT, MAPPING, optional, takes
+from rlcore.arguments import COUNT, FLAG, MAPPING, PATH, TEXT, WHOLE, Kind, optional, takes
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.errors import InvalidInputError
 from rlcore.planning.hardware import Hardware, hardware
@@ -32,7 +32,29 @@ _NOT_PLANNED = (
 )  # fmt: skip
 _LARGEST = 1 << 17
 """Tokens of a micro-batch beyond which nobody looks: it would keep any device busy."""
-_SIZES = {"count": optional(COUNT), "max_tokens": optional(COUNT), "longest": COUNT, "tensor_parallel": optional(COUNT)}
+_MOST_DEVICES = 1 << 20
+"""More are no plan: each divisor of their number is a layout."""
+_DEVICES = Kind(
+    f"a whole number from 1 to {_MOST_DEVICES:,}", lambda value: COUNT.has(value) and value <= _MOST_DEVICES
+)
+_RANK = Kind("a whole number of at least 1, or a mapping", lambda value: COUNT.has(value) or MAPPING.has(value))
+_SIZES = {
+    "count": optional(_DEVICES),
+    "memory_bytes": optional(COUNT),
+    "longest": COUNT,
+    "prompt_tokens": WHOLE,
+    "max_tokens": optional(COUNT),
+    "replicas": optional(COUNT),
+    "tensor_parallel": optional(COUNT),
+    "lora": optional(_RANK),
+}
+_OTHERS = {
+    "device": optional(TEXT),
+    "sampler": FLAG,
+    "optimizer": optional(Kind("a function", callable)),
+    "options": optional(MAPPING),
+    "record": optional(PATH),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +108,7 @@ class MemoryPlan:
         return text_of(self)
 
 
-@takes("plan()", **_SIZES, options=optional(MAPPING))
+@takes("plan()", **_SIZES, **_OTHERS)
 def plan(
     model: Any,
     *,

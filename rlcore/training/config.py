@@ -17,6 +17,8 @@ from rlcore.errors import InvalidInputError, one_line
 
 LOSSES = ("cispo", "cpgd", "decoupled_ppo", "dppo", "gmpo", "gspo", "ppo_clip", "reinforce", "sapo", "vespo")
 SCHEDULES = ("constant", "linear", "cosine")
+COMPARED = ("model", "seed", "data", "algorithm", "rollout")
+"""The fields that make a run what it is."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ABOVE_0 = Kind("a number above 0", lambda value: AT_LEAST_0.has(value) and value > 0)
 _NAME = Kind("a text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
@@ -208,6 +210,4 @@ class TrainConfig(Section):
 
         The number of steps, devices and launchers, the folder, and how often is evaluated and saved may change.
         """
-        return [
-            name for name in ("model", "seed", "data", "algorithm", "rollout") if self.plain()[name] != earlier[name]
-        ]
+        return [name for name in COMPARED if self.plain()[name] != earlier[name]]

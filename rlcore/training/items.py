@@ -56,11 +56,15 @@ def function_of(reference: str, folder: Path) -> Callable[..., Any]:
     return function
 
 
-def items_of(source: str, folder: Path) -> list[Any]:
+def items_of(source: str, folder: Path, *, need_prompt: bool) -> list[Any]:
     """Return the items of a file of JSON lines, or of a function.
 
+    Args:
+        need_prompt: each item must have a "prompt"; a workflow of the user's may do without.
+
     Raises:
-        InvalidInputError: no such file, a line that is no JSON (its number), no items, or some that are no plain data.
+        InvalidInputError: no such file, a line that is no JSON (its number), no items, or some that are no plain data
+            or lack a prompt.
     """
     items = function_of(source, folder)() if FUNCTION.has(source) else _lines(Path(source))
     if not isinstance(items, Sequence) or not items:
@@ -70,6 +74,10 @@ def items_of(source: str, folder: Path) -> list[Any]:
     except (TypeError, ValueError) as error:
         told = f"the items of {source} must be plain data, for the checkpoint and episodes.jsonl: {error}"
         raise InvalidInputError(told) from error
+    for number, item in enumerate(items, start=1):
+        if need_prompt and not (isinstance(item, Mapping) and "prompt" in item):
+            told = f'item {number} of {source} must have a "prompt", or give rollout.workflow; got {item!r:.200}'
+            raise InvalidInputError(told)
     return list(items)
 
 

@@ -50,8 +50,9 @@ class TrainProgram:
         self._stack = contextlib.ExitStack()
         data = config.data
         self._reward: Any = data.reward and function_of(data.reward, home)
-        self._items = ShuffledItems(items_of(data.train, home), config.seed)
-        self._held_out = items_of(data.held_out, home) if data.held_out else []
+        need_prompt = config.rollout.workflow is None
+        self._items = ShuffledItems(items_of(data.train, home, need_prompt=need_prompt), config.seed)
+        self._held_out = items_of(data.held_out, home, need_prompt=need_prompt) if data.held_out else []
         self._make_workflow = config.rollout.workflow and function_of(config.rollout.workflow, home)
         check_model_folder(config.model)
         with rlcore.meta_device():
@@ -77,6 +78,8 @@ class TrainProgram:
 
     def _start(self) -> None:
         own = self.config
+        if not self.folder.has_checkpoint:
+            self.folder.begin()
         self._trackers = Trackers(own.metrics, self.folder.path, own.plain())
         self._stack.callback(self._trackers.close)
         self.train = self._stack.enter_context(rlcore.TrainEngine(self._module, executor=own.trainer.executor))
@@ -88,7 +91,6 @@ class TrainProgram:
         )
         extra = self.train.load(self.folder.checkpoint) if self.folder.has_checkpoint else None
         self._step = extra["step"] if extra else 0
-        self.folder.keep_until(self._step if extra else -1)
         self._build_samplers()
         self._workflow, self._answer = self._workflows()
         self.rollout = self._stack.enter_context(
@@ -104,6 +106,7 @@ class TrainProgram:
         )
         if extra:
             self.rollout.load_state_dict(extra["rollout"])
+            self.folder.go_on(self._step)
         with self._devices_for_training():
             self._sync(self.rollout.version)
 

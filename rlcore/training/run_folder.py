@@ -7,11 +7,13 @@
     model/           the trained model, as a Hugging Face folder, after the last step
     timeline.json    when each engine did what
 
-A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again.
+A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again; one
+that fails before its first step changes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,13 +24,13 @@ import msgspec
 from rlcore.atomic import append_to_file, write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.file_lock import take_folder
-from rlcore.training.config import MetricsSection, TrainConfig
+from rlcore.training.config import COMPARED, MetricsSection, TrainConfig
 
 Metrics = Mapping[str, float]
 
 
 class TrainFolder:
-    """A run's folder, which one process at a time uses.
+    """A run's folder, which one process at a time uses; ``begin`` or ``go_on`` is the first that writes to it.
 
     Raises:
         InvalidInputError: it holds another run, or something else.
@@ -40,11 +42,12 @@ class TrainFolder:
         self.checkpoint, self.model = self.path / "checkpoint", self.path / "model"
         self._record = self.path / "config.json"
         self._logs = {name: self.path / f"{name}.jsonl" for name in ("metrics", "episodes")}
+        self._config = config
         self._check(config, resume)
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_folder(self.path)
-            write_file(self._record, msgspec.json.format(msgspec.json.encode(config)))
         except BlockingIOError as error:
             raise CheckpointError(f"{self.path} is in use by another process; give another output=") from error
         except OSError as error:
@@ -54,6 +57,10 @@ class TrainFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Unlock the folder, and remove it if it was made here and is empty."""
+        with contextlib.suppress(OSError):  # it is not empty
+            for folder in self._made:
+                folder.rmdir()
         os.close(self._lock)
 
     @property
@@ -70,25 +77,46 @@ class TrainFolder:
                 f"cannot write {path}: {error.strerror}; mend that, and continue with --resume"
             ) from error
 
-    def keep_until(self, step: int) -> None:
-        """Drop the lines of later steps, and one that a kill cut short."""
-        for path in self._logs.values():
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["step"] <= step]
-            write_file(path, b"".join(kept))
+    def begin(self) -> None:
+        """Write the configuration, and empty the logs of a run that left no checkpoint."""
+        self.go_on(-1)
+
+    def go_on(self, step: int) -> None:
+        """Write the configuration, and drop the lines of steps after ``step``, and one that a kill cut short."""
+        try:
+            write_file(self._record, msgspec.json.format(msgspec.json.encode(self._config)))
+            for path in self._logs.values():
+                lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+                kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["step"] <= step]
+                write_file(path, b"".join(kept))
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
 
     def _check(self, config: TrainConfig, resume: bool) -> None:
         if not self._record.exists():
             if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
                 raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
             return
+        earlier = self._earlier()
         if not resume and self.has_checkpoint:
             raise InvalidInputError(f"{self.path} holds a run; add --resume to continue it, or give another output=")
-        if self.has_checkpoint and (changed := config.differences(msgspec.json.decode(self._record.read_bytes()))):
+        if self.has_checkpoint and (changed := config.differences(earlier)):
             raise InvalidInputError(
                 f"cannot resume {self.path}: it holds a run with another {' and '.join(changed)}; "
                 "give the same configuration, or another output="
             )
+
+    def _earlier(self) -> dict[str, Any]:
+        """Return the configuration of the run that is there. A model's folder has a config.json, too."""
+        try:
+            found = msgspec.json.decode(self._record.read_bytes())
+        except (OSError, msgspec.DecodeError) as error:
+            raise CheckpointError(f"{self._record} cannot be read: {error}; give another output=") from error
+        if not isinstance(found, dict) or not found.keys() >= {*COMPARED}:
+            raise InvalidInputError(
+                f"{self._record} is not the configuration of a run of rlcore train; give another output="
+            )
+        return found
 
 
 class Trackers:

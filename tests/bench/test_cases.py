@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import math
 import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from once import ONCE, run_once
 
 from rlcore.bench import plugin
 from rlcore.bench.case import Case, Work, load_cases, select_cases
-from rlcore.bench.cases import attention, dispatch, kernel_inputs, kernel_scans, kernels
+from rlcore.bench.cases import attention, dispatch, kernel_inputs, kernel_scans, kernels, workers
 from rlcore.bench.measurement.measure import run_case
 from rlcore.errors import BenchError
 from rlcore.registry import get_device, registry
@@ -145,6 +146,26 @@ def test_startup_case_fails_when_the_process_fails(monkeypatch: pytest.MonkeyPat
     (result,) = run_once("startup/import")
     assert result.status == "fail"
     assert "returned non-zero exit status" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("", "RAY_ADDRESS is not set; start a Ray cluster of two hosts"),
+        ("10.0.0.1:6379", "the Ray cluster at 10.0.0.1:6379 has this one, 10.0.0.1, alone"),
+    ],
+)
+@pytest.mark.parametrize("name", ["call", "send", "receive", "start_4"])
+def test_another_host_is_asked_for_where_there_is_none(
+    name: str, address: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = types.SimpleNamespace(hosts=lambda: [types.SimpleNamespace(name="host-a", address="10.0.0.1")])
+    monkeypatch.setattr(workers, "connect", lambda at: cluster)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(util=util))
+    (result,) = run_once(f"workers/ray_other_host_{name}")
+    assert result.status == "blocked" and reason in result.reason
 
 
 FAKE = 'raise SystemExit("found through sys.path alone")\n'

@@ -240,6 +240,7 @@ def test_of_a_collective_the_slowest_rank_counts(monkeypatch: pytest.MonkeyPatch
 # -------------------------------------------------------------------------------------------------- engines
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_train_step_passes_and_a_step_without_a_gradient_is_refused() -> None:
     (result,) = passed("train/step")

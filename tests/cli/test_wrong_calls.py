@@ -63,6 +63,7 @@ USAGE = [
     ("bench run dispatch --rounds 99999999999", "'--rounds'"),
     ("bench run dispatch -o ''", "the path is empty; give a name, or . for this folder"),
     ("bench report a.json -o ''", "the path is empty; give a name, or . for this folder"),
+    ("quickstart --model ''", "the path is empty; give a name, or . for this folder"),
     ("quickstart --output ''", "the path is empty; give a name, or . for this folder"),
     ("examples ''", "the path is empty; give a name, or . for this folder"),
     ("examples", "folder"),
@@ -91,6 +92,30 @@ USAGE = [
     ("trace --picture a.png true", "it draws the traces of --report, of which there may be several"),
     ("trace --report here --report mine", "it draws the traces of --report, of which there may be several"),
     ("trace -o '' true", "the path is empty; give a name, or . for this folder"),
+    ("train", "config.yaml"),
+    ("train ''", "the path is empty; give a name, or . for this folder"),
+    ("plan ''", "the path is empty; give a name, or . for this folder"),
+    ("plan m --memory inf", "'--memory'"),
+    ("plan m --memory nan", "'--memory'"),
+    ("plan m --count 99999999999999", "'--count'"),
+    ("plan m --longest 1", "'--longest'"),
+    ("plan m --lora 0", "'--lora'"),
+    ("plan m --recompute maybe", "it must be one of off, selective, on, got 'maybe'"),
+    ("plan m --optimizer sgd", "it must be one of adamw, adamw-fused, got 'sgd'"),
+    ("plan m --num-hosts 2", "it is for the places of engines: give --train or --infer"),
+    ("plan --train 2 --lora 8", "it is for a plan of memory, which needs model"),
+    ("parity", "folder"),
+    ("parity m --sequences 0", "'--sequences'"),
+    ("parity m --temperature nan", "'--temperature'"),
+    ("parity m --threshold -1", "'--threshold'"),
+    ("parity m --infer-option x", "give name=value, got 'x'"),
+    ("parity m --prompts nowhere", "nowhere cannot be read as text"),
+    ("parity m --prompts bytes.yaml", "bytes.yaml cannot be read as text"),
+    ("parity m --prompts empty.json", "empty.json has no prompt; write one a line"),
+    ("tune extra", "extra"),
+    ("chaos --minutes inf", "--minutes"),
+    ("quickstart --threads 0", "'--threads'"),
+    ("quickstart --threads 9999", "'--threads'"),
 ]
 """Command, and what the last line on standard error names. Exit code 2."""
 
@@ -144,7 +169,7 @@ COMMANDS = [
     ("plan --train 2 --host a=cuda:1", "2 devices are needed and 1 can be used: a has cuda:0 (none is held)"),
     (
         "plan --train 3 --num-hosts 2 --host a=cuda:4",
-        "3 workers in groups of 1 cannot be spread alike over num_hosts=2",
+        "3 workers in groups of 1 cannot be spread alike over num_hosts=2; give a num_hosts that divides 3, or none",
     ),
     ("plan --train 2 --host a=cuda:2 --strategy x", "strategy must be one of pack, spread, got 'x'"),
     ("plan --train 2 --host a=cuda:2 --label rack=r7", "no accepted host has host_labels rack=r7: a has none"),
@@ -202,6 +227,42 @@ COMMANDS = [
     ("bench export nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
     ("bench export text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
     ("examples text.json", "cannot write examples to text.json: File exists; give a folder that can be written to"),
+    ("train nowhere.yaml", "cannot read the configuration nowhere.yaml: No such file or directory"),
+    ("train mine", "cannot read the configuration mine: Is a directory"),
+    ("train bytes.yaml", "bytes.yaml is no YAML: 'utf-8' codec can't decode byte 0xff"),
+    ("train empty.json", "model is missing; it must be a text that is not empty"),
+    ("train train.yaml output=", "output must be a text that is not empty, got None"),
+    (
+        "train train.yaml output=wrong",
+        "wrong/config.json is not the configuration of a run of rlcore train; give anoth",
+    ),
+    ("train train.yaml output=wrong --resume", "wrong/config.json is not the configuration of a run of rlcore train"),
+    ("train train.yaml output=mine", "mine exists and holds no run of rlcore train; give another output="),
+    ("train train.yaml model=nowhere", "model path 'nowhere' is not a folder; rlcore does not download models"),
+    ("train train.yaml data.train=nowhere.jsonl", "cannot read nowhere.jsonl: No such file or directory"),
+    (
+        "train train.yaml data.reward=nowhere:f",
+        "cannot import nowhere:f: ModuleNotFoundError: No module named 'nowhere",
+    ),
+    ("train train.yaml algorithm.learning_rate=.inf", "algorithm.learning_rate must be a number above 0, got inf"),
+    ("parity nowhere", "model path 'nowhere' is not a folder; rlcore does not download models: run `hf download"),
+    ("parity mine", "mine has no config.json, so it is not a Hugging Face model folder"),
+    ("parity wrong --dtype int8", "dtype must be one of float32, bfloat16, got 'int8'"),
+    ("parity wrong", "ProbedPolicy cannot be made of wrong: RuntimeError: Trying to create tensor with negative dim"),
+    ("tune --device cpu", "tuning cpu:0 is not supported: none of Triton's kernels runs there"),
+    ("plan nowhere", "nowhere is no configuration of a model: FileNotFoundError"),
+    ("plan wrong", "no model can be made of wrong: RuntimeError: Trying to create tensor with negative dimension -8"),
+    ("plan text.json", "text.json is no configuration of a model: JSONDecodeError"),
+    ("plan foreign.json", "foreign.json has no model_type; name the config.json of a Hugging Face model"),
+    ("plan nowhere.yaml", "cannot read the configuration nowhere.yaml: No such file or directory"),
+    ("plan open.yaml", "open.yaml is no YAML: while parsing a flow sequence"),
+    (
+        "checkpoint verify run",
+        "run is neither a checkpoint (no manifest.json) nor an export of rlcore (no rlcore-expor",
+    ),
+    ("checkpoint verify text.json", "text.json is no folder; give the one that save() or export() wrote"),
+    ("bench compare a.json b.json --price a=inf", "--price must be NAME=USD an hour and device, with one of the name"),
+    ("bench report a.json a.json", "a.json is given twice; name each record once"),
     ("examples mine", "mine/researcher.py exists; give another folder, or --force to replace the examples in it"),
 ]
 """Command, and how the error begins. Exit code 1."""
@@ -384,6 +445,33 @@ CALLS = [
     ("areal.PPOActorConfig(group_size='x')", "actor.ppo_n_minibatches and actor.group_size must be whole numbers of a"),
     ("areal.FinetuneSpec(1, 2, 0)", "a FinetuneSpec takes whole numbers of at least 1, got FinetuneSpec(total_train_e"),
     ("areal.RLVRWorkflow(3, areal.GenerationHyperparameters(), None)", "RLVRWorkflow takes a function as reward_fn, g"),
+    ("plan(None)", "a plan takes a model folder, a config.json, transformers' configuration, or a TrainModule made un"),
+    ("plan(model, count=1 << 40)", "plan() takes a whole number from 1 to 1,048,576, or None as count, got 1099511627"),
+    ("plan(model, memory_bytes=-1)", "plan() takes a whole number of at least 1, or None as memory_bytes, got -1"),
+    ("plan(model, optimizer='adam')", "plan() takes a function, or None as optimizer, got 'adam'"),
+    ("plan(model, device='h900')", "no device 'h900' is known or here; did you mean 'h200'?; known without being here"),
+    ("NeedParallel(3)", "NeedParallel takes a list, tuple, tensor or dict of them, got int"),
+    ("connect_control('a:1', timeout_s=-1)", "connect_control() takes a finite number of at least 0 as timeout_s"),
+    ("accept_controls(3)", "accept_controls() takes a non-empty str or Path as address, got 3"),
+    ("offloaded().__enter__()", "offloaded() takes modules with parameters, or optimizers; got none"),
+    ("swap(out=[(train, 'weights')], in_=[(train, 'weights')])", "swap() moves a tag once; 'weights' of the train"),
+    ("train.train('yes')", "train() takes True or False as mode, got 'yes'"),
+    ("train.train_batch([batch], ppo_clip())", "train_batch() takes a dict of tensors, as rlcore.collate() makes, as "),
+    ("train.train_batch(batch, lambda a, b, c: 3)", "loss function <lambda> must return (value, stats), a vector and "),
+    ("train.train_batch(batch, lambda a, b, c: (a.sum(), {}))", "loss function <lambda>: its value must be a vector "),
+    ("train.train_batch(batch, lambda a, b, c: (a.detach(), {}))", "loss function <lambda>: its value depends on ne"),
+    ("train.save('x', {1: 2})", "save() cannot keep extra = {1: 2}, which would not come back equal. Accepted are"),
+    ("train.load('text.json')", "the checkpoint text.json is damaged: text.json/manifest.json: [Errno 20] Not a dir"),
+    ("changed(advantages=batch['advantages'] * float('inf'))", "advantages of sequence 0 is inf on a token that is"),
+    ("changed(input_ids=batch['input_ids'].float())", "input_ids must be whole numbers, got torch.float32"),
+    ("infer.generate([None])", "prompt 0 must be a text or a list of token ids, got None; with images it is a dict th"),
+    ("infer.generate('1', {'top_p': 2})", "SamplingParams.top_p must be in (0, 1], got 2"),
+    ("infer.generate('1', {'stop': ['x']})", "unknown sampling parameter 'stop'; did you mean 'stop_token_ids'? ac"),
+    ("infer.abort('x')", "abort() takes a list of numbers that submit() gave, or None as numbers, got 'x'"),
+    ("device.memory.host_alloc(1 << 62)", "4611686018427387904 bytes of host memory could not be had: [Errno 12] "),
+    ("ops.balance([1.5], max_tokens=4)", "balance: lengths must be whole numbers >= 0; got 1.5"),
+    ("ops.group_advantage(ones, group_size=2)", "group_advantage: group_size=2 does not divide 3 rewards"),
+    ("ops.combine(3)", "combine takes a function of (logprob, entropy, per_token), such as ppo_clip(), as term 0, got"),
     ("Settings.from_env({'RLCORE_CLOUR': 'x'})", "unknown environment variable RLCORE_CLOUR; rlcore reads RLCORE_DEVI"),
 ]  # fmt: skip
 """Call, and how the error begins."""
@@ -404,6 +492,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     for name, record in {"a": a_record(), "b": a_record(2.0), "gpu": a_record(accelerator_model_name="GPU")}.items():
         write(record, here / f"{name}.json")
     (here / "empty.json").write_bytes(b"")
+    (here / "items.jsonl").write_text('{"prompt": "1+1="}\n')
+    (here / "train.yaml").write_text(
+        f"model: {model}\noutput: new\ndata: {{train: items.jsonl, reward: 'math:fsum'}}\n"
+    )
     (here / "open.yaml").write_text("actor: [1")
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x01")
     (here / "foreign.json").write_text('{"schema": "asv/2"}')
@@ -442,8 +534,8 @@ def here(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert contents(folder) == before
 
 
-def test_there_are_250_of_them() -> None:
-    assert len({call for call, _ in USAGE + COMMANDS + CALLS}) == len(USAGE + COMMANDS + CALLS) >= 250
+def test_there_are_350_of_them() -> None:
+    assert len({call for call, _ in USAGE + COMMANDS + CALLS}) == len(USAGE + COMMANDS + CALLS) >= 350
 
 
 def test_wrong_usage_names_what_is_wrong(here: Path) -> None:

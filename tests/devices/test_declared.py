@@ -79,7 +79,7 @@ def test_each_is_listed_last_with_the_reason_and_changes_nothing_else(site: Site
     assert not set(listed(site, RLCORE_DISABLE_PLUGINS="declared")) & set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_one_that_torch_lacks_is_refused_with_the_reason(site: Site, name: str) -> None:
     found = site.run(f"import rlcore; rlcore.get_device({name!r})")
     assert f"DeviceError: device '{name}' is not available here: {NONE_HERE}." in found.stderr

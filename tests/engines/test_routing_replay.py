@@ -179,7 +179,7 @@ def minus_logprob(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> tu
     ("options", "is_packed"),
     [
         ({}, True),
-        ({"activation_checkpointing": True}, False),
+        pytest.param({"activation_checkpointing": True}, False, marks=pytest.mark.slow),
         pytest.param({"activation_checkpointing": "selective"}, True, marks=pytest.mark.slow),
     ],
     ids=["packed", "padded, recomputed", "packed, selective"],

@@ -249,7 +249,7 @@ def next_steps(
 
 @pytest.mark.parametrize(
     "numbers",
-    [(2, 2), (2, 1), pytest.param((1, 3), marks=pytest.mark.slow), pytest.param((3, 2), marks=pytest.mark.slow)],
+    [(2, 1), *(pytest.param(numbers, marks=pytest.mark.slow) for numbers in ((2, 2), (1, 3), (3, 2)))],
 )
 def test_a_checkpoint_resumes_on_any_number_of_workers(
     build: Build, truth: Truth, tmp_path: Path, numbers: tuple[int, int], is_said: Callable[[str, float], bool]

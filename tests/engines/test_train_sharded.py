@@ -162,7 +162,8 @@ def test_two_replicas_of_two_shards(build: Build, truth: Truth) -> None:
     truth.assert_weights(sharded.state_dict())
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=slow), 2])
+@slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_bfloat16_costs_no_more_than_plain_bfloat16_does(
     build: Build, workers: int, policy: Any, qwen2_folder: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_masked_tokens_contribute_nothing_whatever_they_hold(name: str, garbage:
         assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 def test_terms_have_no_graph_break_under_compile() -> None:
     """All in one graph, which costs a fifth of one for each. The backend "eager" needs no compiler; a wait for the
     device or a Python branch on values would break it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ number = 3
 def config(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "items.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1"}\n{"question": "1"}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1"}\nprompt\n')
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.format(model=model, output=tmp_path / "run"))
@@ -75,6 +77,8 @@ def config(tmp_path: Path, model: Path) -> Path:
         ("data.reward=judge:number", "judge:number must be a function, got 3"),
         ("data.train=none.jsonl", "cannot read none.jsonl: No such file or directory"),
         ("data.train=bad.jsonl", "line 2 of bad.jsonl is no JSON: "),
+        ("data.train=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
+        ("data.held_out=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
         ("data.train=judge:nothing", "judge:nothing must give a list of at least one item, got []"),
         ("data.train=judge:objects", "the items of judge:objects must be plain data, for the checkpoint and "),
         ("placement=shared", 'rollout.max_staleness must be 0 with placement "shared", where samplers stand still'),
@@ -89,6 +93,48 @@ def test_a_wrong_field_is_one_line(config: Path, override: str, told: str) -> No
     found = CliRunner().invoke(cli.app, ["train", str(config), override])
     assert isinstance(found.exception, RlcoreError), found.exception
     assert told in str(found.exception) and "\n" not in str(found.exception)
+
+
+def test_a_refused_run_leaves_no_folder(config: Path) -> None:
+    found = CliRunner().invoke(cli.app, ["train", str(config), "model=nowhere", f"output={config.parent / 'a' / 'b'}"])
+    assert isinstance(found.exception, RlcoreError)
+    assert not (config.parent / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (
+            '{"model_type": "qwen2", "vocab_size": 21}',
+            "is not the configuration of a run of rlcore train; give another",
+        ),
+        ("[1]", "is not the configuration of a run of rlcore train; give another output="),
+        ('{"model": ', "cannot be read: Input data was truncated; give another output="),
+    ],
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_another_config_is_not_taken_for_a_run(
+    config: Path, content: str, told: str, resume: bool
+) -> None:
+    """Every Hugging Face model folder has a config.json; ``output=`` of one must not replace it."""
+    theirs = config.parent / "model"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(content)
+    with pytest.raises(RlcoreError) as caught:
+        TrainFolder(read_configuration(config, [f"output={theirs}"], TrainConfig), resume=resume)
+    assert str(caught.value).startswith(f"{theirs / 'config.json'} {told}")
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {"config.json": content}
+
+
+def test_a_resume_that_fails_changes_nothing(config: Path) -> None:
+    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as run:
+        run.begin()
+        run.append("metrics", [{"step": 0}, {"step": 1}])
+        before = {path: path.read_bytes() for path in run.path.iterdir()}
+    with TrainFolder(read_configuration(config, ["steps=7"], TrainConfig), resume=True) as run:
+        assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+        run.go_on(0)
+        assert json.loads((run.path / "config.json").read_bytes())["steps"] == 7
 
 
 @pytest.mark.parametrize(
@@ -127,8 +173,8 @@ def test_the_example_is_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     found = read_configuration(ROOT / "examples" / "addition.yaml", ["steps=7"], TrainConfig)
     assert (found.steps, found.algorithm.learning_rate, found.rollout.max_staleness) == (7, 3e-4, 1)
     train, held_out = (
-        items_of(found.data.train, ROOT / "examples"),
-        items_of(str(found.data.held_out), ROOT / "examples"),
+        items_of(found.data.train, ROOT / "examples", need_prompt=True),
+        items_of(str(found.data.held_out), ROOT / "examples", need_prompt=True),
     )
     assert len(held_out) == 512 and not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
     verify = function_of(str(found.data.reward), ROOT / "examples")
@@ -173,7 +219,7 @@ def test_a_resume_drops_the_lines_of_later_steps_and_one_that_a_kill_cut_short(c
         run.append("metrics", [{"step": step} for step in range(4)])
         log = run.path / "metrics.jsonl"
         log.write_bytes(log.read_bytes() + b'{"step":2,"rew')
-        run.keep_until(2)
+        run.go_on(2)
         assert log.read_text() == '{"step":0}\n{"step":1}\n{"step":2}\n'
 
 

@@ -30,7 +30,7 @@ from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.process import in_front, owner_of, worker_environment
 from rlcore.engines.launchers.ray._ray_private import has_token
 from rlcore.engines.launchers.ray.actor_store import STORE_SOCKET
-from rlcore.engines.launchers.ray.heartbeat import BEAT_S, SILENCE_S, START_S
+from rlcore.engines.launchers.ray.heartbeat import BEAT_S, LOOK_S, SILENCE_S, START_S
 from rlcore.engines.launchers.ray.placement import split_name
 from rlcore.engines.launchers.ray.store_socket import StoreSocket
 from rlcore.engines.launchers.ray.wire import (
@@ -55,7 +55,7 @@ from rlcore.process.python_command import python_command
 from rlcore.process.status import boot_id, pid_namespace
 from rlcore.settings import Settings
 
-_POLL_S = 10.0
+_POLL_S = 60.0
 """How long ``receive`` waits for something: a program with many hosts spends time on each that has nothing to say."""
 _BATCH_BYTES = 64 << 20
 
@@ -105,7 +105,7 @@ class Agent:
         self._store: StoreSocket | None = None
         self._store_path = new_store() / "store.sock"
         # It waits a little longer than the program, which can say what it saw.
-        command = python_command("rlcore.engines.launchers.ray.watchdog:watch", os.getpid(), SILENCE_S + 2 * BEAT_S)
+        command = python_command("rlcore.engines.launchers.ray.watchdog:watch", os.getpid(), SILENCE_S + 2 * LOOK_S)
         self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         threading.Thread(target=self._live, name="rlcore-agent", daemon=True).start()
 
@@ -114,7 +114,7 @@ class Agent:
         while time.monotonic() - self._heard < SILENCE_S:
             with contextlib.suppress(OSError):  # somebody has ended the watchdog
                 os.write(self._watchdog.stdin.fileno(), b".")
-            time.sleep(BEAT_S)
+            time.sleep(LOOK_S)
         os._exit(1)  # the program is gone, or cut off: the guards end the workers
 
     # ---------------------------------------------------------------------------------------------- answers
@@ -131,10 +131,18 @@ class Agent:
             )
         )
 
-    def beat(self) -> bytes:
-        """Return the numbers of the processes that are stopped (SIGSTOP)."""
+    def beat(self, known: list[int]) -> bytes:
+        """Return the numbers of the processes that are stopped (SIGSTOP): once they are not the known ones, or later.
+
+        ``BEAT_S`` later in any case, as the program hears so that this host is there.
+        """
         self._heard = time.monotonic()
-        return encoded([number for number, process in list(self._processes.items()) if process.is_stopped])
+        while (found := self._stopped()) == known and time.monotonic() < self._heard + BEAT_S:
+            time.sleep(LOOK_S)
+        return encoded(found)
+
+    def _stopped(self) -> list[int]:
+        return [number for number, process in list(self._processes.items()) if process.is_stopped]
 
     def receive(self) -> bytes:
         """Return what has been said since the last time; wait ``_POLL_S`` for something."""

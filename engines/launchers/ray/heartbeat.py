@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 START_S = 120.0
 """How long an agent gets to start, and then waits for the program: Ray starts a process for it, which imports torch."""
-BEAT_S = 1.0
+LOOK_S = 1.0
+"""How often an agent looks at its processes and at its own silence; and a pause of the program between two beats."""
+BEAT_S = 2.0
+"""How long an agent lets a beat wait while nothing changes: a beat costs the program more than a millisecond."""
 SILENCE_S = 10.0
 """Program and agent each take the other for lost when they have not heard of it for so long."""
 
 
 class Heartbeat:
-    """Asks the agent of a link each second, in a thread, until the host is lost."""
+    """Asks the agent of a link again and again, in a thread, until the host is lost."""
 
     def __init__(self, link: HostLink) -> None:
         self._link = link
@@ -34,4 +37,4 @@ class Heartbeat:
                 is_silent = time.monotonic() - asked >= SILENCE_S
                 self._link.lose(f"it did not answer for {SILENCE_S:g} s" if is_silent else first_line(error))
                 return
-            time.sleep(BEAT_S)
+            time.sleep(LOOK_S)

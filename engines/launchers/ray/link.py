@@ -85,7 +85,10 @@ class HostLink:
             StateError: the host is lost, or does not answer in time.
             RlcoreError: what the agent raised.
         """
-        data = self.ask_plain(method, *arguments, timeout_s=timeout_s)
+        try:
+            data = self.ask_plain(method, *arguments, timeout_s=timeout_s)
+        except StateError as error:
+            raise StateError(f"host {self.host}: {error}") from error
         outcome = decoded(data, AgentAnswer, "answer")
         if outcome.failure is not None:
             raise _error_of(outcome.failure, self.host)
@@ -94,7 +97,7 @@ class HostLink:
     def ask_plain(self, method: Callable[..., bytes], *arguments: Any, timeout_s: float | None) -> bytes | memoryview:
         """Call a method that returns plain bytes; None waits for as long as the agent lives."""
         if self.why_lost:
-            raise StateError(f"host {self.host} is lost: {self.why_lost}")
+            raise StateError(f"it is lost: {self.why_lost}")
         try:
             return plain_bytes(getattr(self._actor, method.__name__).remote(*arguments), timeout_s)
         except TimeoutError as error:
@@ -182,7 +185,9 @@ class HostLink:
 
     def beat(self, timeout_s: float) -> None:
         """Tell the agent that the program lives, and hear which of its processes are stopped. Raises as ``ask``."""
-        numbers = decoded(self.ask_plain(Agent.beat, timeout_s=timeout_s), list[int], "beat")
+        with self._lock:
+            known = [number for number, process in self._processes.items() if process.is_stopped]
+        numbers = decoded(self.ask_plain(Agent.beat, sorted(known), timeout_s=timeout_s), list[int], "beat")
         with self._lock:
             for number, process in self._processes.items():
                 process.is_stopped = number in numbers

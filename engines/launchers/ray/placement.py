@@ -235,6 +235,7 @@ def _alike(free: Mapping[str, Sequence[str]], by_host: Mapping[str, Sequence[str
     if num_workers % (num_hosts * wishes.group_size):
         raise InvalidInputError(
             f"{num_workers} workers in groups of {wishes.group_size} cannot be spread alike over num_hosts={num_hosts}"
+            f"; give a num_hosts that divides {num_workers // wishes.group_size}, or none"
         )
     each = num_workers // num_hosts
     chosen = [list(names[:each]) for names in free.values() if len(names) >= each][:num_hosts]

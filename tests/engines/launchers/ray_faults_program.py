@@ -5,6 +5,7 @@ It talks with ray_faults.py through files in a folder: each message is a file th
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -16,13 +17,17 @@ import torch
 
 import rlcore
 from rlcore.conformance.tiny_model import changed
+from rlcore.engines.launchers.ray import cluster
 from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.errors import RlcoreError
 from rlcore.nn import HuggingFaceTrainModule
+from tests.engines.launchers.warm_ray import WarmAgent
 
 ADDRESS = "10.77.0.1:6379"
 PROMPTS, GREEDY = [[1, 2, 3], [4, 5, 6, 7]], {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
 LONGEST_S = 300.0
+CALL_S = 45.0
+"""How long a call may take: so long a stopped worker keeps a step waiting."""
 
 
 class Folder:
@@ -82,8 +87,8 @@ class Program:
         with rlcore.meta_device():
             self.train = rlcore.TrainEngine(policy(model))
         self.infer = rlcore.InferenceEngine(model)
-        self.train.build(data_parallel_size=2, num_hosts=2, timeout_s=100)
-        self.infer.build(devices=f"host-{'ab'[seed % 2]}/cpu:1", dtype="float32", timeout_s=100)
+        self.train.build(data_parallel_size=2, num_hosts=2, timeout_s=CALL_S)
+        self.infer.build(devices=f"host-{'ab'[seed % 2]}/cpu:1", dtype="float32", timeout_s=CALL_S)
         self.initial = self.train.state_dict()
         self.number = 0
         self.served = {"model": self.log_probs()}
@@ -138,7 +143,7 @@ class Program:
         assert all(torch.equal(found[name], new[name]) for name in found), "the trainer has other weights than it took"
         first = self.log_probs()
         with rlcore.InferenceEngine(self.model) as another:
-            another.build(devices="host-a/cpu:2", dtype="float32", timeout_s=100)
+            another.build(devices="host-a/cpu:2", dtype="float32", timeout_s=CALL_S)
             self.train.sync_weights(another)
             same = [output.outputs[0].logprobs for output in another.generate(PROMPTS, GREEDY)]
         assert first == same, "two samplers of one version differ: one has a mixture"
@@ -164,6 +169,8 @@ class Program:
 
 def main() -> None:
     path, model, seed, first = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    faulthandler.enable()
+    cluster.Agent = WarmAgent  # type: ignore[misc]
     folder = Folder(path)
     program = Program(folder, model, seed)
     folder.say(f"ready-{first}", pid=os.getpid())

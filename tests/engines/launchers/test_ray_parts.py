@@ -22,10 +22,13 @@ import torch
 import rlcore
 from rlcore import __version__
 from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
-from rlcore.engines.launchers.ray import wire
+from rlcore.engines.launchers.ray import agent as agent_module
+from rlcore.engines.launchers.ray import heartbeat, wire
+from rlcore.engines.launchers.ray import link as link_module
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
 from rlcore.engines.launchers.ray.cluster import Cluster, _start_local, set_local_variables
+from rlcore.engines.launchers.ray.heartbeat import BEAT_S, LOOK_S, SILENCE_S, Heartbeat
 from rlcore.engines.launchers.ray.launcher import RayLauncher
 from rlcore.engines.launchers.ray.link import HostLink
 from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
@@ -49,6 +52,7 @@ from rlcore.process.network_interface import interface_variables
 from rlcore.process.python_command import python_command
 from rlcore.process.status import state_of
 from tests.conftest import RunPython
+from tests.warm import LIMIT_S
 
 
 def ask(store: StoreActor, operation: Any, *keys: str, **fields: Any) -> Any:
@@ -297,6 +301,90 @@ def test_a_message_that_cannot_be_taken_is_the_error_of_its_call(monkeypatch: py
     said, _ = agent._said.get_nowait()
     assert (said.kind, said.process, said.call) == ("error", 3, 7) and b"planted" in said.body
     assert agent._said.empty()
+
+
+class Clock:
+    """The seconds of a test; who sleeps is not waited for."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.on_sleep()
+
+
+def test_a_beat_waits_at_the_agent_until_a_process_stops_or_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, agent = Clock(), Agent.__new__(Agent)
+    monkeypatch.setattr(agent_module, "time", clock)
+    first, second = SimpleNamespace(is_stopped=False), SimpleNamespace(is_stopped=True)
+    agent._processes = {3: first, 5: second}  # type: ignore[dict-item]
+
+    def beat(known: list[int]) -> tuple[list[int], float]:
+        began = clock.now
+        found = decoded(agent.beat(known), list[int], "beat")
+        assert agent._heard == began, "the program was there"
+        return found, clock.now - began
+
+    assert beat([5]) == ([5], BEAT_S)
+    assert beat([]) == ([5], 0)
+    clock.on_sleep = lambda: setattr(first, "is_stopped", True)
+    assert beat([5]) == ([3, 5], LOOK_S)
+    clock.on_sleep = lambda: setattr(second, "is_stopped", False)
+    assert beat([3, 5]) == ([3], LOOK_S)
+    assert BEAT_S + LOOK_S < SILENCE_S / 2, "a beat that is late does not lose a host"
+
+
+def test_a_host_is_asked_again_and_again_with_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that answers at once each time, which would take all of the program's time."""
+    clock, asked = Clock(), list[tuple[float, list[int]]]()
+    monkeypatch.setattr(heartbeat, "time", clock)
+    link: Any = HostLink.__new__(HostLink)
+    link.host, link.why_lost, link._lock = "a", "", threading.RLock()
+    link._processes = {3: SimpleNamespace(is_stopped=False), 5: SimpleNamespace(is_stopped=True)}
+    link.lose = lambda why: setattr(link, "why_lost", why)
+
+    def ask_plain(method: Any, known: list[int], *, timeout_s: float) -> bytes:
+        assert (method, timeout_s) == (Agent.beat, SILENCE_S)
+        asked.append((clock.now, known))
+        if len(asked) == 3:
+            raise StateError("its agent has ended: ACTOR_DIED")
+        return encoded([3])
+
+    link.ask_plain = ask_plain
+    Heartbeat(link)
+    for thread in threading.enumerate():
+        if thread.name == "rlcore-heartbeat-a":
+            thread.join(LIMIT_S)
+    assert asked == [(100.0, [5]), (100.0 + LOOK_S, [3]), (100.0 + 2 * LOOK_S, [3])]
+    assert link.why_lost == "its agent has ended: ACTOR_DIED"
+
+
+@pytest.mark.parametrize(
+    ("why_lost", "raised", "told"),
+    [
+        ("", ValueError("ACTOR_DIED"), "host host-b: its agent has ended: ACTOR_DIED"),
+        ("", TimeoutError(), "host host-b: new_store() of its agent did not end within 10 s"),
+        ("it did not answer for 10 s", None, "host host-b: it is lost: it did not answer for 10 s"),
+    ],
+)
+def test_a_question_that_a_host_does_not_answer_names_it(
+    why_lost: str, raised: Exception | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plain_bytes(ref: Any, timeout_s: float) -> bytes:
+        assert raised is not None
+        raise raised
+
+    monkeypatch.setattr(link_module, "plain_bytes", plain_bytes)
+    link: Any = HostLink.__new__(HostLink)
+    link.host, link.why_lost = "host-b", why_lost
+    link._actor = SimpleNamespace(new_store=SimpleNamespace(remote=lambda: None))
+    with pytest.raises(StateError, match=f"^{re.escape(told)}$"):
+        link.new_store()
 
 
 def test_a_process_that_ends_before_it_is_known_is_no_error_of_its_host() -> None:

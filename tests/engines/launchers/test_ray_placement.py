@@ -43,7 +43,9 @@ def test_workers_are_spread_alike_over_the_number_of_hosts() -> None:
         "b/cuda:0",
         "b/cuda:1",
     ]
-    with pytest.raises(InvalidInputError, match=r"3 workers in groups of 1 cannot be spread alike over num_hosts=2"):
+    with pytest.raises(
+        InvalidInputError, match=r"spread alike over num_hosts=2; give a num_hosts that divides 3, or none"
+    ):
         found(num_workers=3, num_hosts=2)
     with pytest.raises(InvalidInputError, match=r"num_hosts must be a whole number of at least 1, got 0"):
         found(num_workers=3, num_hosts=0)
