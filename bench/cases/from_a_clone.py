@@ -16,6 +16,7 @@ def _prepare(device: Device) -> Work:
 _DESCRIPTIONS = {
     "kernels/peers": "the operators of other libraries beside those of rlcore",
     "race": "steps of GRPO from end to end, beside TRL's GRPOTrainer",
+    "weight_sync/sglang": "new weights and tokens of real SGLang, beside SGLang alone",
     "weight_sync/vllm": "new weights for real vLLM, and the turn around it",
 }
 

@@ -1,6 +1,6 @@
-"""A trainer and real vLLM on the same devices, with a model whose shapes are real and whose weights are random.
+"""A trainer and a sampler on the same devices, with a model whose shapes are real and whose weights are random.
 
-vLLM's are made up (``load_format="dummy"``), so that nothing large is written or read.
+The sampler's are made up (``load_format="dummy"``), so that nothing large is written or read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.train import TrainEngine
 from rlcore.types import OffloadReport
 
-_TIMEOUT_S = 580.0
+TIMEOUT_S = 580.0
 _FILE_BYTES = 4 << 30
 """At least: a whole large model in one file could not be mapped into the memory of a small machine."""
 _KV_BYTES = 8 << 30
@@ -105,25 +105,51 @@ def write_folder(module: Any, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-class VllmPair:
-    """A trainer and a sampler that share devices."""
+class EnginePair:
+    """A trainer and a sampler that share devices; neither is built yet."""
 
-    def __init__(self, model: ModelShape, layout: Layout, device: Device) -> None:
-        self.device, self.layout = device, layout
-        is_host = device.spec.is_host
-        model = _tiny(model) if is_host else model
-        self.name, self.state = model.name, 0
+    def __init__(self, model: ModelShape, device: Device, executor: str) -> None:
+        self.device = device
+        model = _tiny(model) if device.spec.is_host else model
+        self.name, self.vocabulary, self.state = model.name, model.vocabulary, 0
         self._files = tempfile.TemporaryDirectory(prefix="rlcore-bench-")
-        folder = Path(self._files.name)
+        self.folder = Path(self._files.name)
         module = policy(model, device.type)
-        write_folder(module, folder)
+        write_folder(module, self.folder)
         views = [view.view for view in module.weight_views()]
         self.nbytes, self.num_names = int(sum(view.nbytes for view in views)), len(views)
-        vllm_worker.register()
-        self.train, self.infer = TrainEngine(module), InferenceEngine(folder, executor=vllm_worker.EXECUTOR)
-        self.kv_bytes = _KV_BYTES_ON_HOST if is_host else _KV_BYTES
+        self.train, self.infer = TrainEngine(module), InferenceEngine(self.folder, executor=executor)
         self.first_s = 0.0
         """Seconds of the first sync, which plans, proves, opens, and is verified."""
+
+    def sync_first(self) -> None:
+        steps.begin("first sync")
+        _, self.first_s = timed(lambda: self.train.sync_weights(self.infer, verify=True))
+
+    def step(self) -> None:
+        """Give the trainer new weights."""
+        self.train.call("negate")
+        self.state ^= 1
+
+    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of each replica's worker."""
+        (group,) = self.infer.executors
+        return ask_each(group, method, *arguments)
+
+    def close(self) -> None:
+        self.train.close()
+        self.infer.close()
+        self._files.cleanup()
+
+
+class VllmPair(EnginePair):
+    """The sampler is vLLM."""
+
+    def __init__(self, model: ModelShape, layout: Layout, device: Device) -> None:
+        vllm_worker.register()
+        super().__init__(model, device, vllm_worker.EXECUTOR)
+        self.layout = layout
+        self.kv_bytes = _KV_BYTES_ON_HOST if device.spec.is_host else _KV_BYTES
         self.left: dict[str, tuple[float, float]] = {}
         self.moved_bytes = self.ready_bytes = 0
         """Bytes of a move of all weights, and of host memory that was ready when the build had returned."""
@@ -146,18 +172,17 @@ class VllmPair:
             max_num_seqs=16,
             kv_cache_memory_bytes=self.kv_bytes,
             reserve_host_bytes=self.nbytes + (self.nbytes >> 5) if layout.devices == 1 else None,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=TIMEOUT_S,
         )
         if layout.devices == 1:
             self.left = self._leave_first()
         self.infer.meta()
         steps.begin("build of the trainer")
         self.train.build(
-            data_parallel_size=layout.shards, devices=places[: layout.shards], dtype="bfloat16", timeout_s=_TIMEOUT_S
+            data_parallel_size=layout.shards, devices=places[: layout.shards], dtype="bfloat16", timeout_s=TIMEOUT_S
         )
         self.infer.onload()
-        steps.begin("first sync")
-        _, self.first_s = timed(lambda: self.train.sync_weights(self.infer, verify=True))
+        self.sync_first()
 
     def _leave_first(self) -> dict[str, tuple[float, float]]:
         """Return seconds out and back: with memory of the build, with none ready, and with memory used before."""
@@ -180,24 +205,9 @@ class VllmPair:
         found = [one for replica in self.ask_each("bare", tag) for one in replica]
         return max(seconds for seconds, _ in found), max(pieces for _, pieces in found)
 
-    def step(self) -> None:
-        """Give the trainer new weights."""
-        self.train.call("negate")
-        self.state ^= 1
-
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the first replica's worker."""
         return self.ask_each(method, *arguments)[0]
-
-    def ask_each(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of each replica's worker."""
-        (group,) = self.infer.executors
-        return ask_each(group, method, *arguments)
-
-    def close(self) -> None:
-        self.train.close()
-        self.infer.close()
-        self._files.cleanup()
 
 
 def joined(reports: Mapping[str, list[OffloadReport]]) -> Way:

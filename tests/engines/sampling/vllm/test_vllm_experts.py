@@ -66,3 +66,24 @@ def test_float8_weights_are_quantised_on_their_way(
         report = train.sync_weights(infer, verify=True)
         assert report.fallback_bytes == 0
         assert infer.generate(PROMPTS, PARAMS)
+
+
+def test_float8_weights_in_a_hosts_own_order_are_left_to_vllms_loader(
+    write_model: Callable[..., Path], build_vllm: Callable[..., rlcore.InferenceEngine]
+) -> None:
+    if DEVICE != "cpu:0" or not torch.cpu._is_amx_tile_supported():
+        pytest.skip("needs a host with AMX, where vLLM's kernels of float8 run")
+    folder = write_model("Qwen3Config", hidden_size=256, head_dim=64)
+    with rlcore.meta_device():
+        module: HuggingFaceTrainModule = probed_class(folder).from_pretrained(folder)
+    with (
+        build_vllm(folder, dtype="bfloat16", quantization="fp8_per_block") as infer,
+        rlcore.TrainEngine(module).build(devices=DEVICE, dtype="bfloat16") as train,
+    ):
+        before = infer.generate(PROMPTS, PARAMS)
+        train.load_state_dict({name: 1.5 * tensor for name, tensor in train.state_dict().items()})
+        report = train.sync_weights(infer, route="direct", verify=True)
+        linear = sum(tensor.nbytes for name, tensor in train.state_dict().items() if "_proj." in name)
+        assert report.fallback_bytes == linear
+        after = infer.generate(PROMPTS, PARAMS)
+        assert [one.logprobs for one in after[0].outputs] != [one.logprobs for one in before[0].outputs]
