@@ -12,9 +12,14 @@ import signal
 import time
 from pathlib import Path
 
+from rlcore.process.guard import FAMILY
+
 MARK = "_RLCORE_RAY_CLUSTER"
 """The variable that all processes of a local cluster inherit."""
 _GRACE_S = 5.0
+"""How long the processes of a local cluster get to end by themselves after the program."""
+_WORKERS_S = 60.0
+"""How long workers get: their guards end them and remove their files when the agent is gone, late on a busy host."""
 
 
 def watch(pid: str, silence_s: str) -> None:
@@ -30,24 +35,27 @@ def watch(pid: str, silence_s: str) -> None:
 
 
 def end_cluster(program: str, mark: str) -> None:
-    """Wait for the end of a program, then end what is left of its local cluster ``_GRACE_S`` later."""
+    """Wait for the end of a program, then end what is left of its local cluster: Ray's processes, workers later."""
     with contextlib.suppress(ProcessLookupError):  # it has ended before this began
         select.select([os.pidfd_open(int(program))], [], [])
-    deadline = time.monotonic() + _GRACE_S
-    while left := marked(mark):
-        if time.monotonic() > deadline:
-            for pid in left:
+    ended = time.monotonic()
+    while marked(mark):
+        waited_s = time.monotonic() - ended
+        if waited_s > _GRACE_S:
+            for pid in marked(mark, with_workers=waited_s > _WORKERS_S):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
 
 
-def marked(mark: str) -> list[int]:
-    """Return the other processes that inherited this mark."""
+def marked(mark: str, *, with_workers: bool = True) -> list[int]:
+    """Return the other processes that inherited this mark; those of workers, their guards too, only if asked for."""
     variable, found = f"{MARK}={mark}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                if variable in (entry / "environ").read_bytes().split(b"\0"):
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                is_worker = any(one.startswith(f"{FAMILY}=".encode()) for one in variables)
+                if variable in variables and (with_workers or not is_worker):
                     found.append(int(entry.name))
     return found

@@ -25,7 +25,7 @@ from rlcore.engines.launchers.base import Host, LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.failures import describe
 from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.ray import agent as agent_module
-from rlcore.engines.launchers.ray import heartbeat, wire
+from rlcore.engines.launchers.ray import heartbeat, watchdog, wire
 from rlcore.engines.launchers.ray import link as link_module
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
@@ -61,6 +61,7 @@ from rlcore.engines.launchers.ray.wire import (
 from rlcore.engines.launchers.states import GONE
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import DeviceError, InvalidInputError, StateError
+from rlcore.process.guard import FAMILY
 from rlcore.process.network_interface import interface_variables
 from rlcore.process.python_command import python_command
 from rlcore.process.status import state_of
@@ -207,16 +208,32 @@ def test_what_is_left_of_a_cluster_is_ended_after_its_program() -> None:
     mark = f"test-{os.getpid()}"
     with (
         subprocess.Popen(["sleep", "600"]) as program,
+        subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: mark, FAMILY: "1-2"}) as guard,
         subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: mark}) as left,
     ):
         end = python_command("rlcore.engines.launchers.ray.watchdog:end_cluster", program.pid, mark)
         with subprocess.Popen(end) as ender:
-            assert marked(mark) == [left.pid] and marked("another") == []
+            assert set(marked(mark)) == {guard.pid, left.pid} and marked("another") == []
             assert ender.poll() is None
             program.kill()
             program.wait()
             assert left.wait(60) == -9
+            guard.terminate()  # as it ends by itself, when it has removed the files of its worker
+            assert guard.wait(60) == -15, "it was killed too, and a worker's files are left"
             assert ender.wait(60) == 0
+
+
+def test_a_worker_whose_guard_does_nothing_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)
+    monkeypatch.setattr(watchdog, "_WORKERS_S", 0.1)
+    mark = f"test-{os.getpid()}"
+    with (
+        subprocess.Popen(["true"]) as program,
+        subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: mark, FAMILY: "1-2"}) as worker,
+    ):
+        program.wait()
+        watchdog.end_cluster(str(program.pid), mark)
+        assert worker.wait(60) == -9
 
 
 @pytest.mark.ray
