@@ -397,7 +397,7 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_u
 ) -> None:
     """Nobody has seen it before the update pauses it; one that is stopped never answers that call."""
     engines, trainer, ended = [SimulatedEngine() for _ in range(1 + others)], SimulatedTrainer(), threading.Event()
-    idle, items = engines[0], [1] * 4
+    idle = engines[0]
 
     def pause(mode: str = "abort") -> None:
         assert ended.wait(60)
@@ -409,7 +409,7 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_u
         ended.set()
 
     with controller(engines, max_staleness=0, unhealthy_after_s=0.3) as rollout:
-        rollout.prepare_batch(items, timeout_s=60)
+        rollout.prepare_batch([1] * 4, timeout_s=60)
         until(lambda: not any(driver.requests_under_way for driver in rollout._fleet._drivers))
         if is_silent:
             idle.pause, idle.restart = pause, restart  # type: ignore[method-assign]
@@ -419,7 +419,7 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_u
         rollout.update_weights(trainer)
         assert trainer.synced == [1 + others] and {engine.version for engine in engines} == {1}
         assert [engine.num_restarts for engine in engines] == [1] + [0] * others
-        rollout.prepare_batch(items, timeout_s=60)
+        rollout.rollout_batch([1] * 8)
         assert rollout.stats.engine_failures == 1 and idle._next_number > asked
 
 
