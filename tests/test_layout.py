@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import graphlib
 import inspect
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,17 @@ def upward_imports_within(root: Path) -> list[str]:
     return found
 
 
+def circles_of_imports(root: Path) -> list[str]:
+    """Files that import each other as they load, or for the types of their arguments."""
+    files = {_module_of_file(path.relative_to(root)): path for path in _python_files(root)}
+    graph = {module: _imported_as_it_loads(path, files.keys() - {"rlcore"}) for module, path in files.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" imports ".join(reversed(error.args[1]))]
+    return []
+
+
 def imports_between_executors(root: Path) -> list[str]:
     found = []
     for path in _python_files(root):
@@ -358,6 +370,23 @@ def _part_of_module(module: str) -> str:
     return second if second in FOLDERS else "base" if second in BASE else "front"
 
 
+def _module_of_file(path: Path) -> str:
+    inner = path.with_suffix("").parts[path.parts[0] == "rlcore" :]
+    return ".".join(("rlcore", *inner)).removesuffix(".__init__")
+
+
+def _imported_as_it_loads(path: Path, modules: Set[str]) -> set[str]:
+    """The modules that a file imports outside of functions; what is under TYPE_CHECKING counts."""
+    found, bodies = set(), [ast.parse(path.read_text()).body]
+    while bodies:
+        for node in bodies.pop():
+            if isinstance(node, ast.ImportFrom):
+                found |= {name for a in node.names if (name := f"{node.module}.{a.name}") in modules} or {node.module}
+            elif isinstance(node, (ast.If, ast.Try)):
+                bodies += [node.body, node.orelse]
+    return found & modules
+
+
 @functools.cache
 def _nodes(path: Path) -> list[ast.AST]:
     """All of a file; most rules look at the same files."""
@@ -440,6 +469,7 @@ def _words(path: Path) -> Iterator[tuple[int, str]]:
         root_packages,
         upward_imports,
         upward_imports_within,
+        circles_of_imports,
         imports_between_executors,
         docstrings_without_subject,
         class_names_used_twice,
@@ -588,6 +618,18 @@ def test_an_import_that_points_down_is_accepted(tmp_path: Path, file: str, code:
 def test_an_import_that_points_up_within_a_part_is_found(tmp_path: Path, file: str, code: str) -> None:
     (found,) = upward_imports_within(plant(tmp_path, file, code))
     assert found.startswith(file)
+
+
+@pytest.mark.parametrize(
+    "code", ["from rlcore.kernels.b import x", "if TYPE_CHECKING:\n    from rlcore.kernels import b"]
+)
+def test_files_that_import_each_other_are_found(tmp_path: Path, code: str) -> None:
+    root = plant(tmp_path, "kernels/a.py", code)
+    (root / "kernels/b.py").write_text("from rlcore.kernels.a import y")
+    (found,) = circles_of_imports(root)
+    assert set(found.split(" imports ")) == {"rlcore.kernels.a", "rlcore.kernels.b"}
+    (root / "kernels/b.py").write_text("def late():\n    from rlcore.kernels.a import y")
+    assert circles_of_imports(root) == []
 
 
 def test_an_import_of_another_executor_is_found(tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
+from rlcore.engines.launchers.ray.agent_link import AgentLink
 from rlcore.errors import RlcoreError, first_line
-
-if TYPE_CHECKING:
-    from rlcore.engines.launchers.ray.link import HostLink
 
 START_S = 120.0
 """How long an agent gets to start, and then waits for the program: Ray starts a process for it, which imports torch."""
@@ -24,7 +21,7 @@ SILENCE_S = 10.0
 class Heartbeat:
     """Asks the agent of a link again and again, in a thread, until the host is lost."""
 
-    def __init__(self, link: HostLink) -> None:
+    def __init__(self, link: AgentLink) -> None:
         self._link = link
         threading.Thread(target=self._run, name=f"rlcore-heartbeat-{link.host}", daemon=True).start()
 

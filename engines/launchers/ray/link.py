@@ -20,6 +20,7 @@ from torch import Tensor
 from rlcore.engines.launchers.logs import print_line
 from rlcore.engines.launchers.ray._ray_private import plain_bytes
 from rlcore.engines.launchers.ray.agent import Agent
+from rlcore.engines.launchers.ray.agent_link import AgentLink
 from rlcore.engines.launchers.ray.heartbeat import START_S, Heartbeat
 from rlcore.engines.launchers.ray.outbox import Outbox
 from rlcore.engines.launchers.ray.remote_process import RemoteProcess
@@ -47,7 +48,7 @@ _END_S = 2.0
 """How long an agent of this machine gets to end when Ray ends it."""
 
 
-class HostLink:
+class HostLink(AgentLink):
     """The agent of a host, as the program sees it.
 
     Args:
@@ -106,11 +107,9 @@ class HostLink:
             raise StateError(f"its agent has ended: {first_line(error)}") from error
 
     def post(self, posted: Posted, tensors: Sequence[Tensor] = ()) -> None:
-        """Take a message for a worker, which goes with the next ``flush``; see ``Outbox.post``."""
         self._outbox.post(posted, tensors)
 
     def flush(self) -> None:
-        """Send all that was posted; nothing happens when the host is lost."""
         self._outbox.flush()
 
     def _send(self, head: bytes, buffers: list[pickle.PickleBuffer]) -> None:
@@ -184,7 +183,6 @@ class HostLink:
             process.calls.settle(said.call, said.kind, said.body, [tensor_of(one) for one in said.tensors])
 
     def beat(self, timeout_s: float) -> None:
-        """Tell the agent that the program lives, and hear which of its processes are stopped. Raises as ``ask``."""
         with self._lock:
             known = [number for number, process in self._processes.items() if process.is_stopped]
         numbers = decoded(self.ask_plain(Agent.beat, sorted(known), timeout_s=timeout_s), list[int], "beat")
@@ -195,7 +193,6 @@ class HostLink:
     # ---------------------------------------------------------------------------------------------- end
 
     def lose(self, why: str) -> None:
-        """Give the host up: fail all calls to its workers, and end its agent, which ends them."""
         with self._lock:
             if self.why_lost:
                 return

@@ -5,19 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlcore.engines.launchers.messages import Kind
 from rlcore.engines.launchers.pending_calls import PendingCall, PendingCalls
 from rlcore.engines.launchers.pickled_calls import dump_pickled_call
 from rlcore.engines.launchers.plain_calls import dump_plain_call
+from rlcore.engines.launchers.ray.agent_link import AgentLink
 from rlcore.engines.launchers.ray.wire import Opened, Posted, contiguous
 from rlcore.engines.launchers.states import GONE
 from rlcore.engines.launchers.worker import CurrentCall, WorkerContext
 from rlcore.errors import StateError, WorkerDiedError, first_line
-
-if TYPE_CHECKING:
-    from rlcore.engines.launchers.ray.link import HostLink
 
 
 class RemoteProcess:
@@ -27,7 +25,7 @@ class RemoteProcess:
         engines: numbers of its workers that are not asked to close.
     """
 
-    def __init__(self, link: HostLink, opened: Opened, python: str) -> None:
+    def __init__(self, link: AgentLink, opened: Opened, python: str) -> None:
         self.pid = opened.pid
         self.name = opened.name
         self.is_stopped = False
