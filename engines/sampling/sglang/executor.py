@@ -128,8 +128,8 @@ class SglangExecutor(ReplicaExecutor):
             raise UnsupportedError(
                 f"{purpose} into {self._folder.path.name} on {self.context.device_name}",
                 f"{self.engine_name} {self.engine_version} keeps {len(self._derived)} tensors beside the parameters, "
-                f"such as {self._derived[0]!r}: they may be derived from the weights, and would stay as they are; build "
-                "the engine again from an exported folder",
+                f"such as {self._derived[0]!r}: they may be derived from the weights, and would stay as they are; "
+                "build the engine again from an exported folder",
             )
 
     def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
