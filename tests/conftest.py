@@ -147,7 +147,7 @@ def _rlcore_stays_as_it_is() -> Iterator[None]:
     left = [
         f"{module.__name__}.{name}"
         for module, found in before
-        if found != vars(module)  # seldom: what is the same object in both is not compared
+        if any(vars(module).get(name) is not value for name, value in found.items())  # seldom
         for name, value in found.items()
         if type(value) in _PATCHED and vars(module).get(name) != value and not name.startswith("__")
     ]
@@ -160,7 +160,7 @@ def _a_command_is_made_once() -> Iterator[None]:
     from typer.main import get_command
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("typer.testing._get_command", functools.cache(get_command), raising=False)
+        patch.setattr("typer.testing._get_command", functools.cache(get_command))
         yield
 
 

@@ -93,7 +93,7 @@ class _Ring(PlainRank):
         return loss.detach()[None]  # type: ignore[no-any-return]
 
     def _tokens(self, batch: Batch) -> dict[str, Tensor]:
-        """The whole sequence on this rank's device; ``context_parallel`` cuts it in place."""
+        """Return the whole sequence on this rank's device; ``context_parallel`` cuts it in place."""
         count = len(batch["input_ids"])
         share = torch.full((count,), 1 / (count - 1))
         share[-1] = 0.0  # the last token predicts nothing

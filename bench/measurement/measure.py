@@ -32,6 +32,11 @@ _NEGLIGIBLE = 0.01
 _LEAST_WARMUP = 2
 """However long they take: the run after the first may compile once more, for sizes that change, or fill a cache."""
 
+UNRECORDED_TURNS = 2
+"""Turns of all contenders before the first sample."""
+_SHORT_S = 0.1
+"""The longest run that takes these turns: of a longer one a cold cache is a small share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -86,6 +91,8 @@ def _measure(case: Case, work: Work, device: Device, sampling: Sampling, monitor
     for trial in trials:
         if work.num_runs is None:
             trial.attempt(trial.warm_up)
+    for trial in [trial for trial in trials if trial.num_runs is None] * UNRECORDED_TURNS:
+        trial.attempt(trial.warm_up_in_turn)
     for trial in _in_turns(trials):
         if trial.num_runs is not None:
             steps.begin(trial.contender.implementation)
@@ -208,6 +215,15 @@ class Trial:
             self.runs_per_sample = max(1, math.ceil(self.sampling.shortest_sample_s / statistics.median(recent)))
             if self._is_on_stream and self._queued_s > _NEGLIGIBLE * recent[-1]:
                 self._hide_queueing()
+
+    def warm_up_in_turn(self) -> None:
+        """Run as for a sample: the first run after another contender's takes up to twice as long as later ones."""
+        if self.contender.seconds is not None or self._spent_s > self.num_warmup * _SHORT_S:
+            return
+        if self.is_cold:
+            self._flush()
+        self._timed(self.runs_per_sample)
+        self.num_warmup += self.runs_per_sample
 
     def _hide_queueing(self) -> None:
         self._output = None

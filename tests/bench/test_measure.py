@@ -19,7 +19,7 @@ import torch
 
 from rlcore.bench.case import Case, Contender, Quantity, Work
 from rlcore.bench.measurement import measure
-from rlcore.bench.measurement.measure import Sampling, run_case
+from rlcore.bench.measurement.measure import UNRECORDED_TURNS, Sampling, run_case
 from rlcore.bench.record import CaseResult
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
@@ -93,6 +93,23 @@ def test_short_runs_are_joined_into_one_sample(spend: Callable[[float], None]) -
     assert result.runs_per_sample > 10
     assert set(result.samples("time")) == {2**-20}
     assert len(calls) == 1 + result.num_warmup + result.runs_per_sample * len(result.samples("time"))
+
+
+def test_first_runs_among_other_contenders_are_not_recorded(spend: Callable[[float], None]) -> None:
+    """Those of a real one take up to twice as long: the others have used its memory and caches."""
+    order = []
+
+    def disturbed() -> None:
+        order.append("own")
+        since = order[order.index("other") :].count("own") if "other" in order else 0
+        spend(2**-5 if 0 < since <= UNRECORDED_TURNS else 2**-6)
+
+    def other() -> None:
+        order.append("other")
+        spend(2**-6)
+
+    found, _ = run_case(case_of(contender(disturbed), contender(other)), get_device("cpu"), QUICK)
+    assert found.samples("time") == [2**-6] * QUICK.max_samples
 
 
 def test_sample_lasts_until_the_device_is_done(device: Any) -> None:

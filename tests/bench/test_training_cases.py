@@ -76,7 +76,8 @@ def _other_loss(loss_fn: Any) -> Any:
 @pytest.mark.slow
 def test_the_loop_of_context_parallelism_trains_on_what_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has the whole sequence; torch's ring attention, which cuts it, has no kernel of a host."""
-    parallel = pytest.importorskip("rlcore.bench.cases.parallel")
+    from rlcore.bench.cases import parallel  # transformers is there
+
     monkeypatch.setattr(parallel, "context_parallel", lambda mesh, **_: contextlib.nullcontext())
     setup = train_steps.Setup(["cpu:0"], TINY, torch.float32, tokens=256, warm_up=1, recomputes=True)
     batches = [packed_batch(TINY.vocabulary, [setup.tokens], seed=0)] * 2

@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def started() -> profile:
-    """Return a profile of the host's memory, which runs until ``stop``."""
+    """Return a profile of the host's memory, which runs until ``stopped``."""
     found = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     found.start()
     return found

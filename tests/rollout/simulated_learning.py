@@ -1,6 +1,6 @@
 """What staleness costs: the quickstart's task with a small network, on a clock that is simulated.
 
-    python -m tests.rollout.simulated_learning SEED...     prints a row of docs/rollout.md for each bound and seed
+    python -m tests.rollout.simulated_learning SEED...     prints the numbers of docs/rollout.md by bound and seed
 
 Loss, advantage, staleness bound and pacing are rlcore's. Three tokens of an answer (units, tens, whether there is a
 hundred) come of a network with two hidden layers, so that a run takes a second. The clock: a step of the trainer takes

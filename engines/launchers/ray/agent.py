@@ -30,7 +30,7 @@ from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.process import in_front, owner_of, worker_environment
 from rlcore.engines.launchers.ray._ray_private import has_token
 from rlcore.engines.launchers.ray.actor_store import STORE_SOCKET
-from rlcore.engines.launchers.ray.heartbeat import BEAT_S, LOOK_S, SILENCE_S, START_S
+from rlcore.engines.launchers.ray.heartbeat import BEAT_S, LOOK_S, NEXT_BEAT_S, START_S
 from rlcore.engines.launchers.ray.placement import split_name
 from rlcore.engines.launchers.ray.store_socket import StoreSocket
 from rlcore.engines.launchers.ray.wire import (
@@ -101,17 +101,17 @@ class Agent:
         self._early: dict[int, tuple[list[Posted], list[Any]]] = {}
         self._next = 0
         self._taking = threading.Lock()
-        self._heard = time.monotonic() + START_S - SILENCE_S  # the program may wait for other hosts first
+        self._heard = time.monotonic() + START_S - NEXT_BEAT_S  # the program may wait for other hosts first
         self._store: StoreSocket | None = None
         self._store_path = new_store() / "store.sock"
         # It waits a little longer than the program, which can say what it saw.
-        command = python_command("rlcore.engines.launchers.ray.watchdog:watch", os.getpid(), SILENCE_S + 2 * LOOK_S)
+        command = python_command("rlcore.engines.launchers.ray.watchdog:watch", os.getpid(), NEXT_BEAT_S + 2 * LOOK_S)
         self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         threading.Thread(target=self._live, name="rlcore-agent", daemon=True).start()
 
     def _live(self) -> None:
         assert self._watchdog.stdin is not None
-        while time.monotonic() - self._heard < SILENCE_S:
+        while time.monotonic() - self._heard < NEXT_BEAT_S:
             with contextlib.suppress(OSError):  # somebody has ended the watchdog
                 os.write(self._watchdog.stdin.fileno(), b".")
             time.sleep(LOOK_S)
@@ -134,7 +134,7 @@ class Agent:
     def beat(self, known: list[int]) -> bytes:
         """Return the numbers of the processes that are stopped (SIGSTOP): once they are not the known ones, or later.
 
-        ``BEAT_S`` later in any case, as the program hears so that this host is there.
+        ``BEAT_S`` later in any case. The program learns by the answer that this host lives.
         """
         self._heard = time.monotonic()
         while (found := self._stopped()) == known and time.monotonic() < self._heard + BEAT_S:

@@ -26,7 +26,7 @@ class AgentLink(Protocol):
         """Return the stack of a process there."""
 
     def kill(self, process: int, because: str) -> None:
-        """End a process there; ``because`` is what its workers are told."""
+        """End a process there, or give the host up; ``because`` is what its workers are told."""
 
     def beat(self, timeout_s: float) -> None:
         """Tell the agent that the program lives, and hear which of its processes are stopped."""

@@ -68,7 +68,7 @@ class HostLink(AgentLink):
         self._ended_early: set[int] = set()
         self._outbox = Outbox(self._send)
         self.why_lost = ""
-        self.facts = decoded(self.ask(Agent.facts, timeout_s=START_S), HostFacts, "facts")
+        self.facts = decoded(self._value(self.ask_plain(Agent.facts, timeout_s=START_S)), HostFacts, "facts")
         # What an agent says of itself is believed on the program's own node alone: its process is ended by its id.
         self.is_here = is_own_node and self.facts.machine == f"{boot_id()}/{pid_namespace()}"
         """The agent runs beside the program, with whose environment it starts workers."""
@@ -87,16 +87,21 @@ class HostLink(AgentLink):
             RlcoreError: what the agent raised.
         """
         try:
-            data = self.ask_plain(method, *arguments, timeout_s=timeout_s)
+            return self._value(self.ask_plain(method, *arguments, timeout_s=timeout_s))
         except StateError as error:
             raise StateError(f"host {self.host}: {error}") from error
+
+    def _value(self, data: bytes | memoryview) -> bytes:
         outcome = decoded(data, AgentAnswer, "answer")
         if outcome.failure is not None:
             raise _error_of(outcome.failure, self.host)
         return outcome.value
 
     def ask_plain(self, method: Callable[..., bytes], *arguments: Any, timeout_s: float | None) -> bytes | memoryview:
-        """Call a method that returns plain bytes; None waits for as long as the agent lives."""
+        """Call a method that returns plain bytes; None waits for as long as the agent lives.
+
+        Its errors do not name the host, for callers that do.
+        """
         if self.why_lost:
             raise StateError(f"it is lost: {self.why_lost}")
         try:
@@ -143,7 +148,10 @@ class HostLink(AgentLink):
         return self.ask(Agent.stack, process, timeout_s=_STACK_S).decode()
 
     def kill(self, process: int, because: str) -> None:
-        self.ask(Agent.kill, process, because)
+        try:
+            self._value(self.ask_plain(Agent.kill, process, because, timeout_s=ASK_S))
+        except StateError as error:  # who cannot end one worker ends them all
+            self.lose(first_line(error))
 
     def use_store(self, actor: Any) -> None:
         """Have the agent take its workers' questions to this store actor."""
@@ -176,7 +184,7 @@ class HostLink(AgentLink):
                 self._ended_early.add(said.process)
                 return
         if process is None:
-            raise InvalidInputError(f"host {self.host} tells of a process {said.process} that it has not opened")
+            raise InvalidInputError(f"it tells of a process {said.process} that it has not opened")
         if said.kind == "ended":
             process.has_ended()
         else:
@@ -224,5 +232,5 @@ def _error_of(failure: WorkerFailure, host: str) -> Exception:
     from rlcore.engines.launchers.failures import raised
 
     if not failure.kind:
-        return StateError(f"the agent on {host} failed: {failure.in_one_line}\n\n{failure.traceback}")
+        return StateError(f"its agent failed: {failure.in_one_line}\n\n{failure.traceback}")
     return raised(failure, WorkerContext("the agent", 0, 1, host, 0), "open")

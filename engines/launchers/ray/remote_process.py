@@ -85,12 +85,8 @@ class RemoteProcess:
 
     def kill(self, because: str) -> None:
         self.engines.clear()
-        if self._ended.is_set():
-            return
-        try:
+        if not self._ended.is_set():
             self._link.kill(self._number, because)
-        except StateError as error:  # who cannot end one worker ends them all
-            self._link.lose(first_line(error))
 
     def join(self, timeout_s: float) -> bool:
         """Wait for its end if it is to end; return False if it still runs then."""

@@ -56,7 +56,7 @@ ENVIRONMENT = {
 LONGEST_S = 250.0
 """The longest that a step may go on after its fault; it makes a few calls."""
 GONE_S = 40.0
-"""How long what has failed may take to end: an agent that is cut off notices it after 10 s, its watchdog after 12 s."""
+"""How long what has failed may take to end: an agent that is cut off notices it after 13 s, its watchdog after 15 s."""
 
 
 class Cluster:

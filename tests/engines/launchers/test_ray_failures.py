@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ray
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this file
 
 SOON_S = 45.0
-"""On however busy a machine; the heartbeat's own deadline is 10 s, and a call has 100 s."""
+"""On however busy a machine; the heartbeat's own deadlines are 12 to 15 s, and a call has 100 s."""
 
 
 class Worker:
@@ -162,7 +162,7 @@ def test_an_agent_that_ends_or_stops_is_a_lost_host(
     ) as lost:
         ask_all(pair, "sleep_in_a_function", 300)
     assert time.monotonic() - began < SOON_S
-    assert ("it did not answer for 10 s" in str(lost.value)) == (how == signal.SIGSTOP)
+    assert ("it did not answer for 12 s" in str(lost.value)) == (how == signal.SIGSTOP)
     assert any("rank 1 failed too" in note for note in lost.value.__notes__)
     wait_until(lambda: not any(map(start_time, [agent, *pids])))
     assert works(ray_host), "another agent was started"

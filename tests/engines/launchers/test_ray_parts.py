@@ -21,20 +21,32 @@ import torch
 
 import rlcore
 from rlcore import __version__
-from rlcore.engines.launchers.base import LaunchOptions, WorkerPlacement
+from rlcore.engines.launchers.base import Host, LaunchOptions, WorkerPlacement
+from rlcore.engines.launchers.failures import describe
+from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.ray import agent as agent_module
 from rlcore.engines.launchers.ray import heartbeat, wire
 from rlcore.engines.launchers.ray import link as link_module
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
 from rlcore.engines.launchers.ray.cluster import Cluster, _start_local, set_local_variables
-from rlcore.engines.launchers.ray.heartbeat import BEAT_S, LOOK_S, SILENCE_S, Heartbeat
+from rlcore.engines.launchers.ray.heartbeat import (
+    ANSWER_S,
+    BEAT_S,
+    LOOK_S,
+    NEXT_BEAT_S,
+    PAUSE_S,
+    SILENCE_S,
+    START_S,
+    Heartbeat,
+)
 from rlcore.engines.launchers.ray.launcher import RayLauncher
 from rlcore.engines.launchers.ray.link import HostLink
 from rlcore.engines.launchers.ray.store_actor import ActorStoreAnswer, ActorStoreRequest, StoreActor
 from rlcore.engines.launchers.ray.tokens import warn_of_readable_token
 from rlcore.engines.launchers.ray.watchdog import MARK, marked
 from rlcore.engines.launchers.ray.wire import (
+    AgentAnswer,
     HostFacts,
     Opened,
     PlainTensor,
@@ -47,6 +59,7 @@ from rlcore.engines.launchers.ray.wire import (
     tensor_of,
 )
 from rlcore.engines.launchers.states import GONE
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import DeviceError, InvalidInputError, StateError
 from rlcore.process.network_interface import interface_variables
 from rlcore.process.python_command import python_command
@@ -336,7 +349,6 @@ def test_a_beat_waits_at_the_agent_until_a_process_stops_or_goes_on(monkeypatch:
     assert beat([5]) == ([3, 5], LOOK_S)
     clock.on_sleep = lambda: setattr(second, "is_stopped", False)
     assert beat([3, 5]) == ([3], LOOK_S)
-    assert BEAT_S + LOOK_S < SILENCE_S / 2, "a beat that is late does not lose a host"
 
 
 def test_a_host_is_asked_again_and_again_with_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +361,7 @@ def test_a_host_is_asked_again_and_again_with_a_pause(monkeypatch: pytest.Monkey
     link.lose = lambda why: setattr(link, "why_lost", why)
 
     def ask_plain(method: Any, known: list[int], *, timeout_s: float) -> bytes:
-        assert (method, timeout_s) == (Agent.beat, SILENCE_S)
+        assert (method, timeout_s) == (Agent.beat, ANSWER_S)
         asked.append((clock.now, known))
         if len(asked) == 3:
             raise StateError("its agent has ended: ACTOR_DIED")
@@ -360,8 +372,64 @@ def test_a_host_is_asked_again_and_again_with_a_pause(monkeypatch: pytest.Monkey
     for thread in threading.enumerate():
         if thread.name == "rlcore-heartbeat-a":
             thread.join(LIMIT_S)
-    assert asked == [(100.0, [5]), (100.0 + LOOK_S, [3]), (100.0 + 2 * LOOK_S, [3])]
+    assert asked == [(100.0, [5]), (100.0 + PAUSE_S, [3]), (100.0 + 2 * PAUSE_S, [3])]
     assert link.why_lost == "its agent has ended: ACTOR_DIED"
+
+
+class EndedError(Exception):
+    """The end of an agent, in a test."""
+
+
+@pytest.mark.parametrize(("stalled_s", "is_lost"), [(SILENCE_S, False), (SILENCE_S + BEAT_S + PAUSE_S, True)])
+def test_an_agent_bears_a_program_that_stands_still(
+    stalled_s: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole of ``SILENCE_S``, although it held the last beat and the program paused after the answer."""
+    clock, agent = Clock(), Agent.__new__(Agent)
+    monkeypatch.setattr(agent_module, "time", clock)
+    ended = list[float]()
+
+    def end(status: int) -> None:
+        ended.append(clock.now)
+        raise EndedError
+
+    monkeypatch.setattr(os, "_exit", end)
+    agent._watchdog = SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: -1))  # type: ignore[assignment]  # one that has ended
+    agent._heard = 100.0  # when the last beat came
+    next_beat = 100.0 + BEAT_S + PAUSE_S + stalled_s - LOOK_S / 2  # within that look at the clock
+
+    def hear() -> None:
+        if clock.now >= next_beat and agent._heard == 100.0:
+            agent._heard = clock.now
+            clock.on_sleep = lambda: None
+
+    clock.on_sleep = hear
+    with pytest.raises(EndedError):
+        agent._live()
+    assert (agent._heard == 100.0) == is_lost
+    assert ended == [agent._heard + NEXT_BEAT_S]
+
+
+@pytest.mark.parametrize(("held_s", "is_lost"), [(BEAT_S + SILENCE_S - 0.5, False), (BEAT_S + SILENCE_S, True)])
+def test_a_program_bears_an_agent_that_stands_still(
+    held_s: float, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole of ``SILENCE_S``, although the agent holds a beat that changes nothing."""
+    clock, why = Clock(), list[str]()
+    monkeypatch.setattr(heartbeat, "time", clock)
+
+    def beat(timeout_s: float) -> None:
+        clock.sleep(min(held_s, timeout_s))
+        if held_s >= timeout_s:
+            raise StateError("beat() of its agent did not end")
+        link.why_lost = "the test ends"
+
+    link: Any = SimpleNamespace(host="a", why_lost="", beat=beat, lose=why.append)
+    Heartbeat(link)
+    for thread in threading.enumerate():
+        if thread.name == "rlcore-heartbeat-a":
+            thread.join(LIMIT_S)
+    assert why == (["it did not answer for 12 s"] if is_lost else [])
 
 
 @pytest.mark.parametrize(
@@ -369,7 +437,7 @@ def test_a_host_is_asked_again_and_again_with_a_pause(monkeypatch: pytest.Monkey
     [
         ("", ValueError("ACTOR_DIED"), "host host-b: its agent has ended: ACTOR_DIED"),
         ("", TimeoutError(), "host host-b: new_store() of its agent did not end within 10 s"),
-        ("it did not answer for 10 s", None, "host host-b: it is lost: it did not answer for 10 s"),
+        ("it did not answer for 12 s", None, "host host-b: it is lost: it did not answer for 12 s"),
     ],
 )
 def test_a_question_that_a_host_does_not_answer_names_it(
@@ -387,6 +455,68 @@ def test_a_question_that_a_host_does_not_answer_names_it(
         link.new_store()
 
 
+def silent_link(monkeypatch: pytest.MonkeyPatch, answer: bytes | None = None) -> Any:
+    """The link to an agent that gives no answer to any question, or always this one."""
+
+    def plain_bytes(ref: Any, timeout_s: float) -> bytes:
+        if answer is None:
+            raise TimeoutError
+        return answer
+
+    monkeypatch.setattr(link_module, "plain_bytes", plain_bytes)
+    link: Any = HostLink.__new__(HostLink)
+    link.host, link.why_lost, link._lock, link._agent_process = "host-b", "", threading.RLock(), None
+    link._actor = SimpleNamespace(kill=SimpleNamespace(remote=lambda *_: None))
+    link._processes, link._ended_early, link._end_agent, link._on_loss = {}, set(), lambda: None, lambda _: None
+    return link
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (None, "kill() of its agent did not end within 10 s"),
+        (encoded(AgentAnswer(failure=describe(KeyError(4)))), "its agent failed: KeyError: 4"),
+    ],
+)
+def test_a_host_whose_worker_cannot_be_ended_is_lost_and_named_once(
+    answer: bytes | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = silent_link(monkeypatch, answer)
+    opened = Opened(process=4, worker=0, pid=1, name="name", local_name="cpu:0")
+    process = link._process(SimpleNamespace(python=""), opened)
+    pending = PendingCall(WorkerContext("e", 1, 2, "host-b/cpu:0", 0), "step", 9.0)
+    process.calls.add(pending)
+    process.kill("the test ends it")
+    assert link.why_lost == why
+    told = str(pending.future.exception())
+    assert f"was lost with its host host-b ({why})" in told and told.count("host-b") == 2, "its device names it too"
+    with pytest.raises(StateError, match=f"^{re.escape(f'host host-b: it is lost: {why}')}$"):
+        link.new_store()
+    assert process.stack() == GONE
+
+
+def test_an_agent_that_fails_is_named_by_its_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = silent_link(monkeypatch, encoded(AgentAnswer(failure=describe(KeyError(4)))))
+    link._actor = SimpleNamespace(new_store=SimpleNamespace(remote=lambda: None))
+    with pytest.raises(StateError, match=r"^host host-b: its agent failed: KeyError: 4\n"):
+        link.new_store()
+
+
+def test_a_host_whose_agent_does_not_start_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain_bytes(ref: Any, timeout_s: float) -> bytes:
+        raise TimeoutError
+
+    monkeypatch.setattr(link_module, "plain_bytes", plain_bytes)
+    ray = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "1"))
+    actor = SimpleNamespace(facts=SimpleNamespace(remote=lambda: None))
+    host = Host(name="host-b", address="10.0.0.2", counts={"cpu": 1})
+    told = (
+        f"no agent started on host host-b (10.0.0.2): facts() of its agent did not end within {START_S:g} s. It takes"
+    )
+    with pytest.raises(DeviceError, match=f"^{re.escape(told)}"):
+        Cluster(ray, is_own=False, is_insecure=False)._link(host, {"NodeID": "2"}, actor)
+
+
 def test_a_process_that_ends_before_it_is_known_is_no_error_of_its_host() -> None:
     link: Any = HostLink.__new__(HostLink)
     link._lock, link._processes, link._ended_early, link.host = threading.RLock(), {}, set(), "a"
@@ -397,7 +527,7 @@ def test_a_process_that_ends_before_it_is_known_is_no_error_of_its_host() -> Non
     assert process.stack() == GONE
     process.engines.clear()
     assert process.join(0)
-    with pytest.raises(InvalidInputError, match="host a tells of a process 6 that it has not opened"):
+    with pytest.raises(InvalidInputError, match=r"^it tells of a process 6 that it has not opened"):
         link._take(Said("result", 6))
 
 
