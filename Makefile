@@ -34,8 +34,8 @@ ray-test: .venv/dev.installed .venv/ray.installed  ## All tests of launcher="ray
 	@$(PYTEST) -m "$(NO_GPU) and ray" $(PYTEST_FLAGS)
 
 sglang-test: .venv/sglang/installed  ## All tests of the executor sglang with real SGLang on the CPU, some minutes
-	@OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -m "sglang and not gpu" --never-skip sglang tests/engines/sampling/sglang tests/quickstart tests/compat/test_rlite.py tests/bench/test_weight_sync_sglang_cases.py $(PYTEST_FLAGS)
-	@OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -q --pyargs rlcore.conformance --inference-executor sglang --device cpu --build-options '{"dtype": "float32"}'
+	@CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -m "sglang and not gpu" --never-skip sglang tests/engines/sampling/sglang tests/quickstart tests/compat/test_rlite.py tests/bench/test_weight_sync_sglang_cases.py $(PYTEST_FLAGS)
+	@CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -q --pyargs rlcore.conformance --inference-executor sglang --device cpu --build-options '{"dtype": "float32"}'
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .

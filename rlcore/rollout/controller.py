@@ -59,8 +59,9 @@ class RolloutController:
         batch_size: episodes that the trainer takes for each version of the weights.
         max_staleness: the most versions that the oldest token of an episode may lag behind when it is trained on. 0 is
             synchronous.
-        pacing: begin episodes no earlier than keeps the trainer from waiting, within ``max_staleness``. False begins as
-            many as ``max_staleness`` allows, as AReaL does: episodes of faster samplers are then as stale as they may.
+        pacing: begin episodes only as early as it takes that the trainer does not wait, within ``max_staleness``. False
+            begins as many as ``max_staleness`` allows, as AReaL does: the episodes of samplers that are faster than the
+            trainer are then as stale as ``max_staleness`` lets them be.
         max_concurrent: the most episodes that run together; None leaves that to ``max_staleness``.
         max_in_flight: the most prompts that one engine has at a time; others wait for the first engine with room. None:
             each goes at once to the engine that has least to do.

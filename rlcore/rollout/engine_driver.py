@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
-from rlcore.engines.sampling.request_queue import PauseMode
-from rlcore.errors import InvalidInputError, RlcoreError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError
 from rlcore.rollout.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -70,8 +69,10 @@ class EngineDriver:
         """The requests that the engine is being sent: it may never answer that call."""
         self._under_way: dict[int, Request] = {}
         self.tokens_under_way = 0
-        """The most that all three may cost, counted as they come and go: a sum for each request costs their square."""
+        """The most that all three may cost, counted as they come and go: summing at each request would take time
+        that grows with their square."""
         self._num_pauses = 0
+        self._stands_still = False
         self._is_ended = False
         self._call_began: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"rlcore-{name}", daemon=True)
@@ -109,23 +110,23 @@ class EngineDriver:
         return 0.0 if began is None or _is_inline(self.engine) else time.monotonic() - began
 
     @contextlib.contextmanager
-    def paused(self, mode: PauseMode = "keep") -> Iterator[None]:
-        """Inside, the engine is the caller's, and makes no tokens."""
+    def paused(self) -> Iterator[None]:
+        """Inside, the engine is the caller's, and makes no tokens. One that cannot be paused is taken out.
+
+        The driver's thread pauses and resumes it: the caller does not wait for an engine that has stopped and is out.
+        """
         with self._changed:
             self._num_pauses += 1
-            self._changed.wait_for(lambda: self._call_began is None or self._is_ended)
-        is_first = self._num_pauses == 1 and not self._is_ended
+            self._changed.notify_all()
         try:
-            if is_first:
-                self._timeline.end(self.name)
-                self.engine.pause(mode)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_ended or (self._stands_still and self._call_began is None))
             yield
         finally:
-            if is_first and not self._is_ended and getattr(self.engine, "sync_state", None) != "poisoned":
-                self.engine.resume()
             with self._changed:
                 self._num_pauses -= 1
                 self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_ended or self._num_pauses or not self._stands_still)
 
     def end(self, error: RlcoreError) -> None:
         """Take the engine out: its requests go to ``on_failure``, and what it still answers is dropped."""
@@ -158,8 +159,10 @@ class EngineDriver:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                new, cancelled = self._taken()
-                self._step(new, cancelled)
+                if self._stands_still != (self._num_pauses > 0):
+                    self._pause_or_resume()
+                elif not self._stands_still:
+                    self._step(*self._taken())
                 self._call_ended()
                 self._on_room()
         except RlcoreError as error:
@@ -175,6 +178,9 @@ class EngineDriver:
         """Wait until there is something to do; return False at the end."""
         with self._changed:
             while not self._is_ended:
+                if self._stands_still != (self._num_pauses > 0):
+                    self._call_began = time.monotonic()
+                    return True
                 if not self._num_pauses and (self._new or self._under_way):
                     self._call_began = time.monotonic()
                     self._timeline.begin(self.name, "generate")
@@ -183,6 +189,15 @@ class EngineDriver:
                     self._timeline.end(self.name)
                 self._changed.wait()
         return False
+
+    def _pause_or_resume(self) -> None:
+        if not self._stands_still:
+            self._timeline.end(self.name)
+            self.engine.pause("keep")
+        elif getattr(self.engine, "sync_state", None) != "poisoned":
+            self.engine.resume()
+        with self._changed:
+            self._stands_still = not self._stands_still
 
     def _call_ended(self) -> None:
         with self._changed:
@@ -217,7 +232,7 @@ class EngineDriver:
             return
         try:
             numbers = self.engine.submit([one.prompt for one in new], [one.params for one in new], max_in_flight=_MANY)
-        except InvalidInputError as error:
+        except (InvalidInputError, UnsupportedError) as error:
             if len(new) == 1:
                 if self._have_been_sent(new):
                     new[0].deliver(error)

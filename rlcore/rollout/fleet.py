@@ -96,7 +96,7 @@ class Fleet:
     def add_guest(self, engine: InferenceEngine, name: str) -> None:
         """Take in an engine that stands still until ``open_guest``; weight updates leave it out."""
         self._guest = EngineDriver(engine, name, self._timeline, self._failed, self._place_waiting)
-        self._guest_held.enter_context(self._guest.paused("keep"))
+        self._guest_held.enter_context(self._guest.paused())
 
     def open_guest(self) -> None:
         """Let the guest generate: what waits for room goes to it, and what it had goes on."""
@@ -110,7 +110,7 @@ class Fleet:
         with self._lock:
             self._is_guest_open, was_open = False, self._is_guest_open
         if was_open and self._guest is not None:
-            self._guest_held.enter_context(self._guest.paused("keep"))
+            self._guest_held.enter_context(self._guest.paused())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[list[InferenceEngine]]:
@@ -118,11 +118,11 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             drivers = self._healthy()
             for driver in drivers:
-                stack.enter_context(driver.paused("keep"))
+                stack.enter_context(driver.paused())
             yield [driver.engine for driver in drivers if driver.is_alive]
 
     def update(self, sync: Callable[[list[InferenceEngine]], R]) -> R:
-        """Give all engines new weights; those that were out are restarted first, and come back.
+        """Give all engines new weights; those that are out, or cannot be paused, are restarted first, and come back.
 
         Args:
             sync: sends the weights to these engines.
@@ -131,8 +131,10 @@ class Fleet:
             RolloutError: no engine is left.
             Exception: what ``sync`` raised with engines that all live.
         """
-        restarted = self._restarted()
+        out = set(self.failures)
+        restarted = self._restarted(out)
         with self.paused() as healthy:
+            restarted += self._restarted(set(self.failures) - out)  # those that died while they had nothing to do
             engines = healthy + [self.engines[index] for index in restarted]
             if not engines:
                 raise RolloutError(f"no inference engine is left: {self._why_out()}") from self._first_failure()
@@ -163,8 +165,11 @@ class Fleet:
         """Take out the engines that have not answered for too long, until ``close``."""
         while not self._is_closed.wait(_LOOK_S):
             for driver in self._healthy():
-                if (stuck_s := driver.stuck_s()) > self._unhealthy_after_s:
-                    driver.end(RolloutError(f"{driver.name} has not answered for {stuck_s:.1f} s"))
+                try:
+                    if (stuck_s := driver.stuck_s()) > self._unhealthy_after_s:
+                        driver.end(RolloutError(f"{driver.name} has not answered for {stuck_s:.1f} s"))
+                except Exception:  # without this thread nobody would see that an engine has stopped
+                    _log.exception("%s could not be looked at; the watch goes on", driver.name)
 
     def why_none(self) -> RolloutError | None:
         """Return an error that says why no engine is left; None if one is."""
@@ -217,10 +222,10 @@ class Fleet:
             self._place(request)
         self._on_change()
 
-    def _restarted(self) -> list[int]:
-        """Restart the engines that are out; return the indices of those that start."""
+    def _restarted(self, indices: set[int]) -> list[int]:
+        """Restart these engines; return the indices of those that start."""
         restarted = []
-        for index in sorted(self.failures):
+        for index in sorted(indices):
             try:
                 self.engines[index].restart()
                 restarted.append(index)

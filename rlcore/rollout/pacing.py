@@ -32,7 +32,7 @@ class Pacing:
         self._slack: int | None = None
         """The least slack of the waits of this version."""
         self._slacks: list[int] = []
-        """The slack of the latest versions, since ``ahead`` has changed."""
+        """The slack of the latest versions, since ``ahead`` last changed."""
 
     def note_wait(self, wanted: int) -> None:
         """Note that the trainer comes for so many episodes."""

@@ -93,6 +93,8 @@ class RolloutSection(Section):
     temperature: float = setting(1.0, _TEMPERATURE)
     max_staleness: int = setting(1, WHOLE_FROM_0)
     """0 is synchronous training."""
+    pacing: bool = setting(True, FLAG)
+    """Run ahead only as far as keeps the trainer from waiting; False: as far as ``max_staleness`` allows."""
     max_concurrent: int | None = setting(None, optional(COUNT))
     drop_equal_groups: bool = setting(False, FLAG)
     """Reject the episodes whose rewards are all equal, and take others (dynamic sampling)."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rlcore.engines.sampling.prompts import prompts_of
 from rlcore.errors import InvalidInputError, one_line
 from rlcore.training.config import FUNCTION
 
@@ -64,7 +65,7 @@ def items_of(source: str, folder: Path, *, need_prompt: bool) -> list[Any]:
 
     Raises:
         InvalidInputError: no such file, a line that is no JSON (its number), no items, or some that are no plain data
-            or lack a prompt.
+            or lack a prompt that ``SingleTurn`` takes (the number of the item).
     """
     items = function_of(source, folder)() if FUNCTION.has(source) else _lines(Path(source))
     if not isinstance(items, Sequence) or not items:
@@ -78,7 +79,17 @@ def items_of(source: str, folder: Path, *, need_prompt: bool) -> list[Any]:
         if need_prompt and not (isinstance(item, Mapping) and "prompt" in item):
             told = f'item {number} of {source} must have a "prompt", or give rollout.workflow; got {item!r:.200}'
             raise InvalidInputError(told)
+        if need_prompt:
+            _check_prompt(item["prompt"], f"item {number} of {source}")
     return list(items)
+
+
+def _check_prompt(prompt: Any, what: str) -> None:
+    try:
+        prompts_of([prompt])
+    except InvalidInputError as error:
+        told = f'the "prompt" of {what} must be a text or a list of token ids, or give rollout.workflow'
+        raise InvalidInputError(f"{told}; got {prompt!r:.200}") from error
 
 
 def _lines(path: Path) -> list[Any]:

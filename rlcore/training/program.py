@@ -78,10 +78,7 @@ class TrainProgram:
 
     def _start(self) -> None:
         own = self.config
-        if not self.folder.has_checkpoint:
-            self.folder.begin()
-        self._trackers = Trackers(own.metrics, self.folder.path, own.plain())
-        self._stack.callback(self._trackers.close)
+        self._trackers = Trackers(own.metrics)
         self.train = self._stack.enter_context(rlcore.TrainEngine(self._module, executor=own.trainer.executor))
         self.train.build(
             devices=own.trainer.devices,
@@ -99,6 +96,7 @@ class TrainProgram:
                 self._workflow,
                 batch_size=own.rollout.batch_size,
                 max_staleness=own.rollout.max_staleness,
+                pacing=own.rollout.pacing,
                 max_concurrent=own.rollout.max_concurrent,
                 accept=has_different_rewards if own.rollout.drop_equal_groups else None,
                 episode_timeout_s=own.rollout.episode_timeout_s,
@@ -106,9 +104,15 @@ class TrainProgram:
         )
         if extra:
             self.rollout.load_state_dict(extra["rollout"])
-            self.folder.go_on(self._step)
         with self._devices_for_training():
             self._sync(self.rollout.version)
+        # Not earlier: a run that cannot start leaves the folder as it was.
+        if extra:
+            self.folder.go_on(self._step)
+        else:
+            self.folder.begin()
+        self._stack.callback(self._trackers.close)
+        self._trackers.begin(self.folder.path, own.plain())
 
     def _build_samplers(self) -> None:
         own = self.config.sampler

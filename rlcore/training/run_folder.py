@@ -7,8 +7,8 @@
     model/           the trained model, as a Hugging Face folder, after the last step
     timeline.json    when each engine did what
 
-A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again; one
-that fails before its first step changes nothing.
+A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again. A run
+that fails before its samplers have the first weights changes nothing in the folder.
 """
 
 from __future__ import annotations
@@ -120,13 +120,16 @@ class TrainFolder:
 
 
 class Trackers:
-    """TensorBoard and Weights & Biases, as far as they are asked for.
+    """TensorBoard and Weights & Biases, as far as they are asked for. Nothing is written before ``begin``.
 
     Raises:
         MissingDependencyError: one is asked for, and is absent.
     """
 
-    def __init__(self, config: MetricsSection, folder: Path, plain: dict[str, Any]) -> None:
+    def __init__(self, config: MetricsSection) -> None:
+        self._config = config
+        self._make_writer: Any = None
+        self._init_run: Any = None
         self._writer: Any = None
         self._run: Any = None
         if config.tensorboard:
@@ -134,13 +137,20 @@ class Trackers:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise _missing("tensorboard") from error
-            self._writer = SummaryWriter(str(folder / "tensorboard"))
+            self._make_writer = SummaryWriter
         if config.wandb:
             try:
                 import wandb
             except ImportError as error:
                 raise _missing("wandb") from error
-            self._run = wandb.init(project=config.wandb, dir=str(folder), config=plain)
+            self._init_run = wandb.init
+
+    def begin(self, folder: Path, plain: dict[str, Any]) -> None:
+        """Open them for the run in this folder, whose configuration is ``plain``."""
+        if self._make_writer:
+            self._writer = self._make_writer(str(folder / "tensorboard"))
+        if self._init_run:
+            self._run = self._init_run(project=self._config.wandb, dir=str(folder), config=plain)
 
     def add(self, metrics: Metrics) -> None:
         for name, value in metrics.items() if self._writer else ():

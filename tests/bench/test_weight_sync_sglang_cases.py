@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlcore.bench.case import load_cases
+from rlcore.bench.cases.models import TINY
+from rlcore.bench.cases.peers import sglang_alone, vllm_pair
+from rlcore.bench.cases.peers.sglang_alone import SglangAlone
 from rlcore.bench.cases.peers.vllm_pair import EnginePair
-from rlcore.errors import MissingDependencyError
+from rlcore.errors import BenchError, MissingDependencyError
 from rlcore.registry import get_device
 
 
 def test_what_is_missing_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    for name in ("7b", "30b_a3b"):
-        with pytest.raises(MissingDependencyError, match="sglang"):
-            load_cases()[f"weight_sync/sglang/{name}"].prepare(get_device("cpu"))
+    with pytest.raises(MissingDependencyError, match="sglang"):
+        load_cases()["weight_sync/sglang/7b"].prepare(get_device("cpu"))
+
+
+def test_an_error_of_sglang_alone_is_sent_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An EOFError of its own is what SGLang raises where a scheduler dies."""
+
+    def fail(*_: object) -> None:
+        raise EOFError("a scheduler died")
+
+    monkeypatch.setattr(sglang_alone.versions, "prepare", fail)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        with pytest.raises(EOFError):
+            sglang_alone._serve(theirs, tmp_path, "cpu", {})
+        assert ours.recv() == ("EOFError: a scheduler died", None)
+
+
+def test_the_weights_that_sglang_alone_takes_are_not_zeros(tmp_path: Path) -> None:
+    """The folder's are."""
+    vllm_pair.write_folder(vllm_pair.policy(TINY, "cpu"), tmp_path)
+    found = sglang_alone._new_weights(tmp_path, torch.device("cpu"))
+    assert found and all(tensor.any() for _, tensor in found)
+
+
+@pytest.mark.slow
+def test_sglang_alone_that_fails_or_hangs_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_alone, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(sglang_alone, "_serve", fail_and_hang)
+    with pytest.raises(BenchError, match="SGLang alone has failed: no memory"):
+        SglangAlone(tmp_path, "cpu", {})
+    assert multiprocessing.active_children() == []
+
+
+def fail_and_hang(connection: Any, *_: object) -> None:
+    """Play the process of an SGLang whose end never comes."""
+    connection.send(("no memory", None))
+    time.sleep(600)
 
 
 @pytest.mark.sglang

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import logging
@@ -10,14 +11,14 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet
 from rlcore.rollout.engine_driver import Request
 from rlcore.rollout.episode import Episode, EpisodeEnd
@@ -144,12 +145,12 @@ def test_the_work_for_a_request_does_not_grow_with_the_requests_that_are_under_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Reads of a request's size are counted: to find the engine with least to do all were added up for each new one."""
-    reads = 0
+    reads: list[str] = []  # by several threads: appending loses none
 
     class Counted(Request):
         def __getattribute__(self, name: str) -> Any:
-            nonlocal reads
-            reads += name == "tokens"
+            if name == "tokens":
+                reads.append(name)
             return super().__getattribute__(name)
 
     monkeypatch.setattr(fleet, "Request", Counted)
@@ -164,7 +165,7 @@ def test_the_work_for_a_request_does_not_grow_with_the_requests_that_are_under_w
         rollout.pause()
         rollout.update_weights(SimulatedTrainer(), version=9)  # cancels what runs
         until(lambda: not any(driver.tokens_under_way for driver in drivers))
-    assert reads == 2 * 200, "once when it comes and once when it goes"
+    assert len(reads) == 2 * 200, "once when it comes and once when it goes"
 
 
 def test_the_versions_of_an_episode_are_read_once() -> None:
@@ -387,6 +388,76 @@ def test_the_requests_of_a_dead_or_silent_engine_go_elsewhere_and_it_comes_back_
         for _ in range(6):
             rollout.submit(150)
         until(lambda: all(engine.num_under_way for engine in engines))
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_update(
+    others: int, is_silent: bool
+) -> None:
+    """Nobody has seen it before the update pauses it; one that is stopped never answers that call."""
+    engines, trainer, ended = [SimulatedEngine() for _ in range(1 + others)], SimulatedTrainer(), threading.Event()
+    idle = engines[0]
+
+    def pause(mode: str = "abort") -> None:
+        assert ended.wait(60)
+        raise StateError("the worker was ended")
+
+    def restart() -> None:
+        SimulatedEngine.restart(idle)
+        idle.pause = functools.partial(SimulatedEngine.pause, idle)  # type: ignore[method-assign]
+        ended.set()
+
+    with controller(engines, max_staleness=0, unhealthy_after_s=0.3) as rollout:
+        rollout.prepare_batch([1] * 4, timeout_s=60)
+        until(lambda: not any(driver.requests_under_way for driver in rollout._fleet._drivers))
+        if is_silent:
+            idle.pause, idle.restart = pause, restart  # type: ignore[method-assign]
+        else:
+            idle.is_broken = True
+        asked = idle._next_number
+        rollout.update_weights(trainer)
+        assert trainer.synced == [1 + others] and {engine.version for engine in engines} == {1}
+        assert [engine.num_restarts for engine in engines] == [1] + [0] * others
+        rollout.rollout_batch([1] * 8)
+        assert rollout.stats.engine_failures == 1 and idle._next_number > asked
+
+
+def test_a_prompt_that_an_engine_cannot_take_ends_its_episode_alone() -> None:
+    """vLLM refuses some images so."""
+    engines = [SimulatedEngine(), SimulatedEngine()]
+
+    def submit(engine: SimulatedEngine, prompts: Sequence[Any], *given: Any, **options: Any) -> list[int]:
+        if any(prompt[0] == 14 for prompt in prompts):
+            raise UnsupportedError("a prompt of 14", "planted")
+        return SimulatedEngine.submit(engine, prompts, *given, **options)
+
+    for engine in engines:
+        engine.submit = functools.partial(submit, engine)  # type: ignore[method-assign]
+    with controller(engines, batch_size=8) as rollout:
+        for steps in (1, 2, 13, 3, 4):
+            rollout.submit(steps)
+        assert sorted(one.data for one in rollout.wait(4, timeout_s=60)) == [1, 2, 3, 4]
+        until(lambda: rollout.stats.failed)
+        assert (rollout.stats.failed, rollout.stats.engine_failures) == (1, 0)
+
+
+def test_the_watch_goes_on_after_an_error_of_its_own(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_LOOK_S", 0.01)
+    with controller() as rollout:
+        driver = rollout._fleet._drivers[0]
+        found = iter([RuntimeError("planted")])
+
+        def stuck_s() -> float:
+            for error in found:
+                raise error
+            return 100.0
+
+        driver.stuck_s = stuck_s  # type: ignore[method-assign]
+        until(lambda: rollout.stats.engine_failures)
+    assert "sampler 0 could not be looked at; the watch goes on" in caplog.text and "planted" in caplog.text
 
 
 def test_requests_that_an_engine_never_answers_to_have_got_go_to_another() -> None:

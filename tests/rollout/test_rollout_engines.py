@@ -109,6 +109,9 @@ def test_a_sampler_that_is_killed_or_stopped_is_replaced_and_no_episode_is_lost(
             assert (stats.given, stats.engine_failures, stats.failed, stats.too_stale) == (16, 1, 0, 0)
             more = rollout.rollout_episodes(ITEMS[:6])
             assert [one.oldest_version for one in more] == [1] * 6
+            os.kill(samplers[1].executors[0].workers[0].process_id, number)  # it has nothing to do
+            rollout.update_weights(train)
+            assert [infer.version for infer in samplers] == [2, 2] and rollout.stats.engine_failures == 2
     finally:
         for infer in samplers:
             infer.close()

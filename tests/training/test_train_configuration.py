@@ -44,6 +44,10 @@ def config(tmp_path: Path, model: Path) -> Path:
     (tmp_path / "judge.py").write_text(JUDGE)
     (tmp_path / "items.jsonl").write_text('{"prompt": "1"}\n')
     (tmp_path / "bare.jsonl").write_text('{"prompt": "1"}\n{"question": "1"}\n')
+    (tmp_path / "null.jsonl").write_text('{"prompt": [1, 2]}\n{"prompt": null}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": 3}\n')
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1"}]}\n')
+    (tmp_path / "flag.jsonl").write_text('{"prompt": [true]}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1"}\nprompt\n')
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.format(model=model, output=tmp_path / "run"))
@@ -78,6 +82,10 @@ def config(tmp_path: Path, model: Path) -> Path:
         ("data.train=none.jsonl", "cannot read none.jsonl: No such file or directory"),
         ("data.train=bad.jsonl", "line 2 of bad.jsonl is no JSON: "),
         ("data.train=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
+        ("data.train=null.jsonl", 'the "prompt" of item 2 of null.jsonl must be a text or a list of token ids, or'),
+        ("data.train=number.jsonl", 'the "prompt" of item 1 of number.jsonl must be a text or a list of token ids, or'),
+        ("data.train=chat.jsonl", 'the "prompt" of item 1 of chat.jsonl must be a text or a list of token ids, or'),
+        ("data.train=flag.jsonl", 'the "prompt" of item 1 of flag.jsonl must be a text or a list of token ids, or'),
         ("data.held_out=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
         ("data.train=judge:nothing", "judge:nothing must give a list of at least one item, got []"),
         ("data.train=judge:objects", "the items of judge:objects must be plain data, for the checkpoint and "),

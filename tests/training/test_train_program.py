@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rlcore.cli import main as cli
+from rlcore.configuration_file import read_configuration
 from rlcore.engines.inference import InferenceEngine
-from rlcore.errors import InvalidInputError, RolloutError, StateError
+from rlcore.errors import InvalidInputError, RlcoreError, RolloutError, StateError
 from rlcore.examples import addition
+from rlcore.training.config import TrainConfig
+from rlcore.training.run_folder import TrainFolder
 from tests.warm import ENGINES, kill, warm, warm_workers, without_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +93,26 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     assert {path.name for path in (folder / "run").iterdir()} == {
         *("checkpoint", "config.json", "episodes.jsonl", "metrics.jsonl", "model", "timeline.json")
     }
+
+
+def test_a_run_whose_engines_cannot_start_leaves_the_folder_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensorboard = types.SimpleNamespace(SummaryWriter=lambda path: Path(path).mkdir())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    wrong = "sampler.options={dtype: float33}", "metrics.tensorboard=true"
+    with pytest.raises(RlcoreError, match="float33"):
+        train(*wrong)
+    assert not (folder / "run").exists()
+    (folder / "run").mkdir()
+    config = read_configuration(folder / "config.yaml", ["steps=3"], TrainConfig)
+    with TrainFolder(config, resume=False) as run:  # of a run that was killed before its first checkpoint
+        run.begin()
+        run.append("metrics", [{"step": 0}])
+    before = {path: path.read_bytes() for path in (folder / "run").iterdir()}
+    with pytest.raises(RlcoreError, match="float33"):
+        train(*wrong, "--resume")
+    assert {path: path.read_bytes() for path in (folder / "run").iterdir()} == before
 
 
 SHARED, BY_WORKFLOW = (

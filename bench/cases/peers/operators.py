@@ -6,6 +6,7 @@ less work than ours; its name says so. What is not installed says why when it is
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -85,7 +86,14 @@ def _eager_rows(logits_TV: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     return all_TV.gather(1, target_T[:, None]).squeeze(1), -(all_TV.exp() * all_TV).sum(1)
 
 
-_compiled_rows: Score = torch.compile(_eager_rows)
+def _compiled_rows(logits_TV: Tensor, target_T: Tensor) -> Scores:
+    return _compiled()(logits_TV, target_T)
+
+
+@functools.cache
+def _compiled() -> Score:
+    """Compile at the first call, as that loads dynamo: who lists the peers does not need it."""
+    return torch.compile(_eager_rows)
 
 
 # ----------------------------------------------------------------------------------------- from hidden states
@@ -128,8 +136,7 @@ def _cut_cross_entropy(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -
 
 
 def _compiled_linear(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Scores:
-    found: Scores = _compiled_rows(hidden_TH @ weight_VH.T, target_T)
-    return found
+    return _compiled_rows(hidden_TH @ weight_VH.T, target_T)
 
 
 PEERS = {"token_logprob": token_logprob_peers, "linear_logprob": linear_logprob_peers}

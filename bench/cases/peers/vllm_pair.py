@@ -123,6 +123,7 @@ class EnginePair:
         """Seconds of the first sync, which plans, proves, opens, and is verified."""
 
     def sync_first(self) -> None:
+        """Give the sampler the trainer's weights, verified, and keep the seconds as ``first_s``."""
         steps.begin("first sync")
         _, self.first_s = timed(lambda: self.train.sync_weights(self.infer, verify=True))
 

@@ -24,7 +24,7 @@ from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, las
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
 from rlcore.engines.weight_sync.receiver import Receiver
-from rlcore.errors import InvalidInputError, StateError
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.process.guard import MemoryFile, remove_memory, shared_memory
 from rlcore.process.socket_address import MOST_BYTES
 
@@ -47,6 +47,7 @@ class SglangExecutor(ReplicaExecutor):
         self._calls: ShardCalls | None = None
         self._memory: set[MemoryFile] = set()
         """The files that the schedulers share by name: they are ended without a chance to remove them."""
+        self._derived: list[str] = []
 
     @classmethod
     def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
@@ -116,6 +117,20 @@ class SglangExecutor(ReplicaExecutor):
         elif method in (Receiver.commit.__name__, Receiver.abandon.__name__):
             self._replica.leave()
         return results
+
+    def _prove_reload(self, path: str | Path) -> None:
+        super()._prove_reload(path)
+        self._derived = sorted({name for names in self._call(SglangShard.derived) for name in names})
+
+    def _require_reload(self, purpose: str) -> None:
+        super()._require_reload(purpose)
+        if self._derived:
+            raise UnsupportedError(
+                f"{purpose} into {self._folder.path.name} on {self.context.device_name}",
+                f"{self.engine_name} {self.engine_version} keeps {len(self._derived)} tensors beside the parameters, "
+                f"such as {self._derived[0]!r}: they may be derived from the weights, and would stay as they are; "
+                "build the engine again from an exported folder",
+            )
 
     def reserve_host_memory(self, host_memory_bytes: int | None, reserve_host_bytes: int | None) -> None:
         """See ``Worker.reserve_host_memory``; the schedulers are told when they have loaded the model."""

@@ -71,16 +71,22 @@ def serve(scheduler: SglangScheduler) -> None:
                 method, arguments = msgspec.msgpack.decode(control.recv(PATIENCE_S))
             except ConnectionError:
                 return
-            control.send(answer(_shard_of(scheduler), method, arguments, catches=Exception))
+            control.send(answer(_Served(scheduler), f"shard.{method}", arguments, catches=Exception))
     finally:
         control.close()
 
 
-def _shard_of(scheduler: Any) -> SglangShard:
-    """Return the scheduler's shard, made at the first call: by then the model is loaded."""
-    found: SglangShard | None = getattr(scheduler, "_rlcore_shard", None)
-    if found is None:
-        found = scheduler._rlcore_shard = SglangShard(scheduler)
-        # The guard of the executor's process ends this one too, and sees before what it shares by name.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
-    return found
+class _Served:
+    """A scheduler, whose shard is made in the first call: by then the model is loaded, and an error is the call's."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def shard(self) -> SglangShard:
+        found: SglangShard | None = getattr(self._scheduler, "_rlcore_shard", None)
+        if found is None:
+            found = self._scheduler._rlcore_shard = SglangShard(self._scheduler)
+            # The guard of the executor's process ends this one too, and sees before what it shares by name.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+        return found

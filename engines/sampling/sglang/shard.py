@@ -26,6 +26,7 @@ class SglangShard(ReplicaShard):
         device = get_device(str(next(runner.model.parameters()).device))
         super().__init__(SglangTarget(runner, device))
         versions.forget_stop_tokens(scheduler)
+        self._kv_caches()  # build() refuses one that is not found, whatever the device
         if device.spec.is_host:  # no graph is captured that would keep addresses
             self._offload_groups = {
                 "weights": OffloadGroup(device, self.model.parameters),
@@ -77,7 +78,7 @@ class SglangShard(ReplicaShard):
     # ---------------------------------------------------------------------------------------------- weights
 
     def differing_after_reload(self, path: str) -> list[str]:
-        """Return the tensors that a reload of the model's own folder changes, and those that no plan can write.
+        """Return the tensors that a reload of the model's own folder changes.
 
         Raises:
             UnsupportedError: a parameter gets nothing of the folder, such as a head that SGLang does not tie.
@@ -85,5 +86,8 @@ class SglangShard(ReplicaShard):
         trace = checkpoint_trace(self._target, self._target.checkpoint() or {}, self._target.tensors())
         if trace.refusal:
             raise UnsupportedError(f"{path} in SGLang", f"{trace.refusal}, which SGLang leaves as it made it")
-        derived = [name for name, tensor in self._target.strays() if tensor.is_floating_point()]
-        return derived + super().differing_after_reload(path)
+        return super().differing_after_reload(path)
+
+    def derived(self) -> list[str]:
+        """Return the tensors of numbers beside the parameters, which no plan can write."""
+        return [name for name, tensor in self._target.strays() if tensor.is_floating_point()]

@@ -277,9 +277,8 @@ def kv_caches(scheduler: SglangScheduler) -> list[Tensor]:
     values = [value for value in vars(pool).values() if isinstance(value, list)]
     found = [tensor for value in values for tensor in value if isinstance(tensor, Tensor)]
     if not found:
-        raise UnsupportedError(
-            f"SGLang's {type(pool).__name__}", "its memory cannot be moved; try build(disable_hybrid_swa_memory=True)"
-        )
+        one_pool = "; try build(disable_hybrid_swa_memory=True)" if "swa_kv_pool" in vars(pool) else ""
+        raise UnsupportedError(f"SGLang's {type(pool).__name__}", f"its memory cannot be moved{one_pool}")
     return [*found, scheduler.req_to_token_pool.req_to_token]
 
 

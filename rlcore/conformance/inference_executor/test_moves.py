@@ -90,22 +90,26 @@ def test_a_move_is_measured(infer: Any) -> None:
     assert sum(report.moved_bytes for report in back) == sum(report.moved_bytes for report in away)
 
 
-def sums(engine: Any) -> Any:
-    """Return a number of each tensor of the weights, by worker: it changes with any bit."""
-    return [group.call("sync_call", [(("sums", None), {})] * len(group.workers)) for group in engine.executors]
+def _sums(engine: Any) -> list[Any]:
+    """Return a number of each tensor of the weights, which changes with any bit: by worker, end and name."""
+    each = [group.call("sync_call", [(("sums", None), {})] * len(group.workers)) for group in engine.executors]
+    return [ends for workers in each for ends in workers]
 
 
 @promise("Weights come back from host memory as they were, bit for bit.", "offload", "onload")
 def test_weights_come_back_as_they_were(infer: Any, prompts: Any, truth: SamplerTruth) -> None:
-    before, bits = infer.generate(prompts, PARAMS), sums(infer)
+    before, bits = infer.generate(prompts, PARAMS), _sums(infer)
+    assert all(end for ends in bits for end in ends), "an end of a weight sync has no sums: nothing would be compared"
     for _ in range(2):
         infer.offload()
         assert infer.state == {"weights": "offloaded", "kv_cache": "released"}
         infer.onload()
-        assert sums(infer) == bits
+        assert _sums(infer) == bits
         found = infer.generate(prompts, PARAMS)
         assert truth.wrong(found) == ""
         assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in before]
+    if not any(bits):
+        pytest.skip("tokens were as before, and bits were not compared: it has no sync ends, whose sums tell them")
 
 
 @pytest.mark.parametrize("tag", ["weights", "kv_cache"])

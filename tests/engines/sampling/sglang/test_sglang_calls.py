@@ -18,7 +18,7 @@ from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import executor, scheduler_process
 from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, last_words, serve
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
-from rlcore.errors import InvalidInputError, StateError, WorkerDiedError, WorkerError
+from rlcore.errors import InvalidInputError, StateError, UnsupportedError, WorkerDiedError, WorkerError
 
 CONTEXT = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
 RANK = threading.local()
@@ -41,7 +41,7 @@ class Schedulers:
     """Come to ``serve`` at different times, and make steps when they do not wait."""
 
     def __init__(self) -> None:
-        self.shards = [Shard(0), Shard(1)]
+        self.shards: list[Any] = [Shard(0), Shard(1)]
 
     def come(self) -> None:
         threads = [threading.Thread(target=self._serve, args=[rank]) for rank in (1, 0)]
@@ -57,7 +57,8 @@ class Schedulers:
             serve(scheduler)
         except SystemExit:
             return
-        self.shards[rank].steps += 1
+        if self.shards[rank] is not None:
+            self.shards[rank].steps += 1
 
 
 def watched() -> WorkerProcesses:
@@ -100,6 +101,22 @@ def test_an_error_of_a_shard_is_raised_and_the_shards_answer_on(
         results_of(calls.answers("refuse", [(how,), (how,)]), CONTEXT, "move")
     assert results_of(calls.answers("receiver.begin", [(1,), (2,)]), CONTEXT, "begin") == [[0, 1], [1, 2]]
     calls.close()
+
+
+def test_a_shard_that_cannot_be_made_is_told_as_it_was(
+    calls: ShardCalls, schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """build() makes the first call: so it raises the error, and no scheduler has ended."""
+
+    def refuse(_: object) -> None:
+        raise UnsupportedError("this cache", "it cannot be moved")
+
+    monkeypatch.setattr(scheduler_process, "SglangShard", refuse)
+    schedulers.shards = [None, None]
+    calls.open("build")
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="it cannot be moved"):
+            results_of(calls.answers("limit", [(), ()]), CONTEXT, "limit")
 
 
 def test_a_scheduler_that_ends_in_a_call_is_not_waited_for(calls: ShardCalls) -> None:

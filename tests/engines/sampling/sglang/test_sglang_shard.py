@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.residency import Move
 from rlcore.engines.sampling.replica.shard import ReplicaShard
 from rlcore.engines.sampling.sglang import shard as module
+from rlcore.engines.sampling.sglang.executor import SglangExecutor
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.errors import UnsupportedError
 
@@ -49,11 +52,16 @@ def test_the_places_of_requests_are_in_the_memory_of_the_kv_cache(scheduler: Any
     assert not places.any()
 
 
-def test_a_cache_that_is_not_found_is_refused(scheduler: Any) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "told"),
+    [("swa_kv_pool", r"moved; try build\(disable_hybrid_swa_memory=True\)$"), ("index_pool", "cannot be moved$")],
+)
+def test_a_cache_that_is_not_found_is_refused_at_once(scheduler: Any, attribute: str, told: str) -> None:
+    """The way out is that of sliding windows, and of no other pool."""
     inner = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    scheduler.token_to_kv_pool_allocator.get_kvcache = lambda: SimpleNamespace(full=inner, sliding=inner)
-    with pytest.raises(UnsupportedError, match=r"cannot be moved; try build\(disable_hybrid_swa_memory=True\)"):
-        SglangShard(scheduler).move(Move.OFFLOAD, "kv_cache")
+    scheduler.token_to_kv_pool_allocator.get_kvcache = lambda: SimpleNamespace(full=inner, **{attribute: inner})
+    with pytest.raises(UnsupportedError, match=told):
+        SglangShard(scheduler)
 
 
 def test_tensors_beside_the_parameters_are_kept_and_no_sync_is_taken_where_they_are_of_weights(
@@ -65,4 +73,28 @@ def test_tensors_beside_the_parameters_are_kept_and_no_sync_is_taken_where_they_
     assert [tensor.data_ptr() for tensor in shard._kept()] == [tensor.data_ptr() for tensor in kept]
     monkeypatch.setattr(module, "checkpoint_trace", lambda *_: SimpleNamespace(refusal=""))
     monkeypatch.setattr(ReplicaShard, "differing_after_reload", lambda *_: ["weight"])
-    assert shard.differing_after_reload("nowhere") == ["absorbed", "weight"]
+    assert shard.differing_after_reload("nowhere") == ["weight"]
+    assert shard.derived() == ["absorbed"], "the order holds no numbers of weights"
+
+
+@pytest.mark.parametrize(
+    ("differing", "derived", "told"),
+    [
+        (["weight"], [], "reloads 1 tensors otherwise than it first loaded or made them up, such as 'weight'"),
+        ([], ["absorbed"], "keeps 1 tensors beside the parameters, such as 'absorbed': they may be derived from"),
+        ([], [], None),
+    ],
+)
+def test_the_reason_for_which_no_weights_are_taken_is_the_right_one(
+    differing: list[str], derived: list[str], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = SglangExecutor(WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1")))
+    found = {"differing_after_reload": differing, "derived": derived}
+    monkeypatch.setattr(executor, "_call_each", lambda method, calls: [found[method] for _ in calls])
+    monkeypatch.setattr(executor, "_folder", SimpleNamespace(path=Path("model")), raising=False)
+    executor._prove_reload("model")
+    if told is None:
+        executor._require_reload("load()")
+    else:
+        with pytest.raises(UnsupportedError, match=told):
+            executor._require_reload("load()")
