@@ -75,16 +75,16 @@ def items_of(source: str, folder: Path, *, need_prompt: bool) -> list[Any]:
     except (TypeError, ValueError) as error:
         told = f"the items of {source} must be plain data, for the checkpoint and episodes.jsonl: {error}"
         raise InvalidInputError(told) from error
-    for number, item in enumerate(items, start=1):
-        if need_prompt and not (isinstance(item, Mapping) and "prompt" in item):
-            told = f'item {number} of {source} must have a "prompt", or give rollout.workflow; got {item!r:.200}'
-            raise InvalidInputError(told)
-        if need_prompt:
-            _check_prompt(item["prompt"], f"item {number} of {source}")
+    if need_prompt:
+        for number, item in enumerate(items, start=1):
+            _check_prompt(item, f"item {number} of {source}")
     return list(items)
 
 
-def _check_prompt(prompt: Any, what: str) -> None:
+def _check_prompt(item: Any, what: str) -> None:
+    if not (isinstance(item, Mapping) and "prompt" in item):
+        raise InvalidInputError(f'{what} must have a "prompt", or give rollout.workflow; got {item!r:.200}')
+    prompt = item["prompt"]
     try:
         prompts_of([prompt])
     except InvalidInputError as error:

@@ -96,7 +96,7 @@ def test_short_runs_are_joined_into_one_sample(spend: Callable[[float], None]) -
 
 
 def test_first_runs_among_other_contenders_are_not_recorded(spend: Callable[[float], None]) -> None:
-    """Those of a real one take up to twice as long: the others have used its memory and caches."""
+    """The first runs of a real contender take up to twice as long: the others have used its memory and caches."""
     order = []
 
     def disturbed() -> None:

@@ -1,4 +1,4 @@
-"""What staleness costs: the quickstart's task with a small network, on a clock that is simulated.
+"""The cost of staleness: the quickstart's task with a small network, on a clock that is simulated.
 
     python -m tests.rollout.simulated_learning SEED...     prints the numbers of docs/rollout.md by bound and seed
 

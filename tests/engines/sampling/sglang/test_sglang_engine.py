@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 LOADED_NORMS = {"GemmaConfig": 5, "Gemma2Config": 9}
-"""Of these SGLang's loader also makes a buffer of weights + 1, which no plan copies: it loads them itself."""
+"""Norms of which SGLang's loader also makes a buffer of weights + 1. No plan copies it: the loader writes both."""
 
 
 def schedulers(engine: rlcore.InferenceEngine) -> list[int]:

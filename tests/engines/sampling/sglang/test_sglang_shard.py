@@ -43,7 +43,7 @@ def scheduler() -> Any:
 
 
 def test_the_places_of_requests_are_in_the_memory_of_the_kv_cache(scheduler: Any) -> None:
-    """What is there when the memory comes back names no place, and captured graphs read it."""
+    """Captured graphs read them, and the bits that the memory comes back with are no places."""
     shard, places = SglangShard(scheduler), scheduler.req_to_token_pool.req_to_token
     report, is_away = shard.move(Move.OFFLOAD, "kv_cache")
     assert (report.freed_device_bytes, is_away) == (3 * 4 * 2 * 4 + 3 * 16 * 4, True)

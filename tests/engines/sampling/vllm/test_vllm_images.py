@@ -25,7 +25,7 @@ SAMPLING = {"n": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
 
 _NAMED = {20: "<|image_pad|>", 21: "<|video_pad|>", 22: "<|vision_start|>", 23: "<|vision_end|>"}
 _IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 1024}
-"""What vLLM reads of a model's processor when it starts, to find out how large images can be."""
+"""The settings of a processor by which vLLM finds out, when it starts, how large images can be."""
 
 
 def _config(family: str) -> Any:
