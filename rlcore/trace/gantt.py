@@ -9,7 +9,13 @@ from typing import Any
 from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.trace.events import LaneSpan, read_trace
 
-_COLORS = {"generate": "tab:blue", "train": "tab:green", "wait": "lightgray", "sync": "tab:red"}
+_COLORS = {
+    "generate": "tab:blue",
+    "train": "tab:green",
+    "wait": "lightgray",
+    "sync": "tab:red",
+    "evaluate": "tab:orange",
+}
 
 
 def draw_gantt(folders: Sequence[Path], path: Path, *, seconds: float | None = None) -> None:
