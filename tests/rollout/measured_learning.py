@@ -35,6 +35,11 @@ from rlcore.quickstart.run import SMALL
 BOUNDS, SEEDS = (0, 1, 2, 4, 8), (0, 1, 2, 3, 4)
 EXAMPLE = Path(async_grpo.__file__)
 Run = dict[str, Any]
+_ON_PROCESSORS = """
+import json, os, sys
+os.sched_setaffinity(0, json.loads(sys.argv[1]))
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 class Measured:
@@ -103,16 +108,10 @@ def _cores() -> list[list[int]]:
 def _run_alone(processors: Sequence[int], bound: int, seed: int, steps: int) -> Run | None:
     with tempfile.TemporaryDirectory() as folder:
         record, timeline = Path(folder, "run.json"), Path(folder, "timeline.json")
-        command = [sys.executable, str(EXAMPLE), *map(str, (bound, steps, seed))]
-        command += ["--record", str(record), "--timeline", str(timeline)]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_DEVICE": "cpu"},
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=lambda: os.sched_setaffinity(0, processors),
-        )
+        command = [sys.executable, "-c", _ON_PROCESSORS, json.dumps(processors), str(EXAMPLE)]
+        command += [*map(str, (bound, steps, seed)), "--record", str(record), "--timeline", str(timeline)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_DEVICE": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             print(f"FAILED bound {bound} seed {seed}: {done.stderr[-2000:]}", flush=True)
             return None
