@@ -1,7 +1,7 @@
 """Asynchronous GRPO on the quickstart's task: the sampler makes the next answers while the trainer trains.
 
-usage: async_grpo.py [MAX_STALENESS [STEPS [SEED]]] [--trainer cpu:0] [--sampler cpu:1] [--executor hf]
-                     [--timeline FILE] [--record FILE]
+usage: async_grpo.py [MAX_STALENESS [STEPS [SEED]]] [--train-on cpu:0] [--sample-on cpu:1]
+                     [--executor hf] [--timeline FILE] [--record FILE]
 
 Trainer and sampler have a process each, and a device each or one together. First the model imitates a teacher that
 forgets carries, as in ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous.
@@ -10,9 +10,7 @@ examples/async_grpo.py 2`` shows the timeline as a page.
 """
 
 import argparse
-import contextlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,22 +43,21 @@ def has_both(trajectories: list[Trajectory]) -> bool:
     return len({one.reward for one in trajectories}) > 1
 
 
-@contextlib.contextmanager
-def imitated(seed: int, device: str) -> Iterator[rlcore.TrainEngine]:
-    """A trainer after a supervised warm-start: about a third of its greedy answers are right."""
+def trainer(seed: int) -> rlcore.TrainEngine:
     path = quickstart_model(seed=seed)
     with rlcore.meta_device():
-        module = policy_class(path).from_pretrained(path)
-    problems, tokenizer = task.problems("train", seed=seed), tokenizer_of(path)
-    generator = torch.Generator().manual_seed(seed)
-    with rlcore.TrainEngine(module) as train:
-        train.build(devices=device, launcher="process")
-        for step in range(IMITATION_STEPS):
-            train.set_rate(2e-3 * min(1, (step + 1) / 20))
-            train.imitate(**task.imitation_batch(problems, 256, tokenizer, generator))
-        train.begin_reinforcement()
-        train.set_rate(RATE)
-        yield train
+        return rlcore.TrainEngine(policy_class(path).from_pretrained(path))
+
+
+def imitate(train: rlcore.TrainEngine, seed: int) -> None:
+    """Supervised warm-start: afterwards about a third of the greedy answers are right."""
+    tokenizer = tokenizer_of(quickstart_model(seed=seed))
+    problems, generator = task.problems("train", seed=seed), torch.Generator().manual_seed(seed)
+    for step in range(IMITATION_STEPS):
+        train.set_rate(2e-3 * min(1, (step + 1) / 20))
+        train.imitate(**task.imitation_batch(problems, 256, tokenizer, generator))
+    train.begin_reinforcement()
+    train.set_rate(RATE)
 
 
 def learn(train: rlcore.TrainEngine, batch: dict[str, torch.Tensor], generator: torch.Generator) -> None:
@@ -121,26 +118,28 @@ def main(
     steps: int = 40,
     seed: int = 0,
     *,
-    trainer: str = "cpu:0",
-    sampler: str = "cpu:1",
+    train_on: str = "cpu:0",
+    sample_on: str = "cpu:1",
     executor: str = "hf",
     timeline: Path | None = None,
     record: Path | None = None,
 ) -> None:
-    with rlcore.InferenceEngine(quickstart_model(seed=seed), executor=executor) as infer:
-        infer.build(devices=sampler, launcher="process", dtype="float32", **SMALL.get(executor, {}))
-        with imitated(seed, trainer) as train:
-            found = reinforce(train, infer, max_staleness, num_steps=steps, seed=seed, timeline=timeline)
+    sampler = rlcore.InferenceEngine(quickstart_model(seed=seed), executor=executor)
+    with trainer(seed) as train, sampler as infer:
+        train.build(devices=train_on, launcher="process")
+        infer.build(devices=sample_on, launcher="process", dtype="float32", **SMALL.get(executor, {}))
+        imitate(train, seed)
+        found = reinforce(train, infer, max_staleness, num_steps=steps, seed=seed, timeline=timeline)
     if record:
         record.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name, default in ("max_staleness", 1), ("steps", 40), ("seed", 0):
-        parser.add_argument(name, type=int, nargs="?", default=default)
-    for name, default in ("--trainer", "cpu:0"), ("--sampler", "cpu:1"), ("--executor", "hf"):
-        parser.add_argument(name, default=default)
-    for name in "--timeline", "--record":
+    for name, number in ("max_staleness", 1), ("steps", 40), ("seed", 0):
+        parser.add_argument(name, type=int, nargs="?", default=number)
+    for name, word in ("--train-on", "cpu:0"), ("--sample-on", "cpu:1"), ("--executor", "hf"):
+        parser.add_argument(name, default=word)
+    for name in ("--timeline", "--record"):
         parser.add_argument(name, type=Path)
     main(**vars(parser.parse_args()))

@@ -1,7 +1,7 @@
 """The cost and the gain of staleness, measured: ``examples/async_grpo.py`` for each seed and bound.
 
     python -m tests.rollout.measured_learning cpu FILE        a process for each run, with two cores of its own
-    python -m tests.rollout.measured_learning shared FILE     all runs over one sampler (--sampler, --executor)
+    python -m tests.rollout.measured_learning shared FILE     all runs over one sampler (--executor, --sample-on)
     python -m tests.rollout.measured_learning table FILE      the table of docs/rollout.md
 
 FILE is JSON, written anew after each run: the machine, the versions and the runs. ``bench/results/rollout/`` has those
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ import json, os, sys
 os.sched_setaffinity(0, json.loads(sys.argv[1]))
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
+
+
+@dataclass
+class Engines:
+    """What runs where, over which all runs share one sampler."""
+
+    train_on: str = "cpu:0"
+    sample_on: str = "cpu:1"
+    executor: str = "hf"
 
 
 class Measured:
@@ -120,36 +130,26 @@ def _run_alone(processors: Sequence[int], bound: int, seed: int, steps: int) -> 
 
 
 def measure_shared(
-    measured: Measured,
-    bounds: Sequence[int],
-    seeds: Sequence[int],
-    steps: int,
-    until: float,
-    *,
-    trainer: str,
-    sampler: str,
-    executor: str,
+    measured: Measured, bounds: Sequence[int], seeds: Sequence[int], steps: int, until: float, *, engines: Engines
 ) -> None:
-    """Run each pair over one sampler; the trainer of a seed begins each run with the weights of after the imitation."""
-    with (
-        rlcore.InferenceEngine(quickstart_model(seed=seeds[0]), executor=executor) as infer,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        infer.build(devices=sampler, launcher="process", dtype="float32", **SMALL.get(executor, {}))
+    """Run each pair over one sampler, each seed from the same weights; bound by bound, as far as the time goes."""
+    sampler = rlcore.InferenceEngine(quickstart_model(seed=seeds[0]), executor=engines.executor)
+    with sampler as infer, tempfile.TemporaryDirectory() as folder:
+        infer.build(devices=engines.sample_on, launcher="process", dtype="float32", **SMALL.get(engines.executor, {}))
         for seed in seeds:
-            with async_grpo.imitated(seed, trainer) as train:
-                saved, timeline = Path(folder, f"seed-{seed}"), Path(folder, "timeline.json")
-                train.save(saved)
-                for bound in bounds:
-                    if time.monotonic() > until:
-                        return
-                    train.load(saved)
-                    run = async_grpo.reinforce(train, infer, bound, num_steps=steps, seed=seed, timeline=timeline)
-                    measured.add(
-                        run
-                        | {"trainer": trainer, "sampler": sampler, "executor": executor}
-                        | {"timeline": json.loads(timeline.read_text())}
-                    )
+            with async_grpo.trainer(seed) as train:
+                train.build(devices=engines.train_on, launcher="process")
+                async_grpo.imitate(train, seed)
+                train.save(Path(folder, f"seed-{seed}"))
+        with async_grpo.trainer(seeds[0]) as train:
+            train.build(devices=engines.train_on, launcher="process")
+            for bound, seed in [(bound, seed) for bound in bounds for seed in seeds]:
+                if time.monotonic() > until:
+                    break
+                train.load(Path(folder, f"seed-{seed}"))
+                timeline = Path(folder, "timeline.json")
+                run = async_grpo.reinforce(train, infer, bound, num_steps=steps, seed=seed, timeline=timeline)
+                measured.add(run | asdict(engines) | {"timeline": json.loads(timeline.read_text())})
 
 
 def table(runs: Iterable[Run]) -> list[str]:
@@ -205,9 +205,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--begin-within", type=float, default=1e9, help="seconds in which runs begin")
-    parser.add_argument("--trainer", default="cpu:0")
-    parser.add_argument("--sampler", default="cpu:1")
-    parser.add_argument("--executor", default="hf")
+    for field in fields(Engines):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default)
     given = parser.parse_args()
     if given.what == "table":
         print("\n".join(table(json.loads(given.file.read_text())["runs"])))
@@ -217,9 +216,8 @@ def main() -> None:
         measured = Measured(given.file, "cpu")
         measure_on_cores(measured, *arguments)
     else:
-        measured = Measured(given.file, given.trainer)
-        engines = {name: getattr(given, name) for name in ("trainer", "sampler", "executor")}
-        measure_shared(measured, *arguments, **engines)
+        measured = Measured(given.file, given.train_on)
+        measure_shared(measured, *arguments, engines=Engines(given.train_on, given.sample_on, given.executor))
     measured.finish()
     print("\n".join(table(measured.runs)))
 
