@@ -2,8 +2,8 @@
 
     python -m tests.rollout.controller_cost [--profile]     prints the table of docs/rollout.md
 
-A step: 32 groups of 8 samples are asked for, made into trajectories, given and collated, and an update of the weights is
-noted. The engine has made its answers before.
+A step: 32 groups of 8 samples are asked for, made into trajectories, given and collated, and an update of the weights
+is noted. The engine has made its answers before.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     python -m tests.rollout.measured_learning cpu FILE        a process for each run, with two cores of its own
     python -m tests.rollout.measured_learning shared FILE     all runs over one sampler (--executor, --sample-on)
+    python -m tests.rollout.measured_learning imitate FOLDER  what "shared" begins with: a checkpoint for each seed
     python -m tests.rollout.measured_learning table FILE      the table of docs/rollout.md
 
 FILE is JSON, written anew after each run: the machine, the versions and the runs. ``bench/results/rollout/`` has those
@@ -152,6 +153,13 @@ def measure_shared(
                 measured.add(run | asdict(engines) | {"timeline": json.loads(timeline.read_text())})
 
 
+def imitate(seed: int, train_on: str, folder: Path) -> None:
+    with async_grpo.trainer(seed) as train:
+        train.build(devices=train_on, launcher="process")
+        async_grpo.imitate(train, seed)
+        train.save(folder / f"seed-{seed}")
+
+
 def table(runs: Iterable[Run]) -> list[str]:
     """Return the lines of a table in Markdown: a row for each bound."""
     runs = list(runs)
@@ -199,7 +207,7 @@ def _line(run: Run) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("cpu", "shared", "table"))
+    parser.add_argument("what", choices=("cpu", "shared", "imitate", "table"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
@@ -210,6 +218,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "table":
         print("\n".join(table(json.loads(given.file.read_text())["runs"])))
+        return
+    if given.what == "imitate":
+        for seed in given.seeds:
+            imitate(seed, given.train_on, given.file)
         return
     arguments = given.bounds, given.seeds, given.steps, time.monotonic() + given.begin_within
     if given.what == "cpu":
