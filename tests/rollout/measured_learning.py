@@ -144,6 +144,7 @@ def measure_shared(
                 train.save(Path(folder, f"seed-{seed}"))
         with async_grpo.trainer(seeds[0]) as train:
             train.build(devices=engines.train_on, launcher="process")
+            async_grpo.reinforce(train, infer, 0, num_steps=3, seed=seeds[0])  # kernels are compiled at their first use
             for bound, seed in [(bound, seed) for bound in bounds for seed in seeds]:
                 if time.monotonic() > until:
                     break
