@@ -447,7 +447,7 @@ def test_several_engines_that_are_asked_to_pause_are_waited_for_together() -> No
 
 
 class Struck(SimulatedTrainer):
-    """Its first syncs kill engines: so many of them in each."""
+    """Each of its first syncs kills so many engines."""
 
     def __init__(self, *deaths: int) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ class Struck(SimulatedTrainer):
 
 @pytest.mark.parametrize(
     ("deaths", "synced", "restarts"),
-    [([1], [-2, 1], [0, 0]), ([2], [-2, 2], [1, 1]), ([0, 1, 2], [2, -2, 1, -2, 2], [2, 1])],
+    [([1], [-2, 1], [0, 0]), ([2], [-2, 2], [1, 1]), ([0, 1, 0, 2], [2, -2, 1, -2, 2], [2, 1])],
     ids=["one", "all", "one that comes back, and all"],
 )
 def test_engines_that_die_inside_a_sync_are_restarted_where_none_is_left(
