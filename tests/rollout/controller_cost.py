@@ -1,6 +1,6 @@
 """What the controller costs: processor time of a step with an engine that answers at once.
 
-    python -m tests.rollout.controller_cost [--profile]     prints the table of docs/rollout.md
+    python -m tests.rollout.controller_cost     prints the table of docs/rollout.md
 
 A step: 32 groups of 8 samples are asked for, made into trajectories, given and collated, and an update of the weights
 is noted. The engine has made its answers before.
@@ -8,10 +8,6 @@ is noted. The engine has made its answers before.
 
 from __future__ import annotations
 
-import cProfile
-import pstats
-import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -78,16 +74,6 @@ def measured(tokens: int) -> dict[str, float]:
     return {"controller": whole - collation, "collation": collation}
 
 
-def profile(tokens: int) -> None:
-    """Print where the time of all threads goes."""
-    profiler = cProfile.Profile()
-    threading.setprofile_all_threads(None)
-    profiler.enable()
-    measured(tokens)
-    profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-
-
 def main() -> None:
     for tokens in (5, 512):
         found = measured(tokens)
@@ -95,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    profile(int(sys.argv[2])) if "--profile" in sys.argv else main()
+    main()
