@@ -73,7 +73,7 @@ def test_sampler_trainer_and_transformers_agree(family: str, reader: rlcore.Infe
         for _ in range(2):
             outputs = reader.generate(prompts, SAMPLING, progress=False)
             batch = rlcore.collate(outputs, advantages=torch.linspace(-1, 1, 8))
-            check_logprobs(family, reader.path, outputs, batch, train)
+            check_logprobs(family, reader.path, outputs, batch, train, device=DEVICE)
             train.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=48)
             assert train.sync_weights(reader, verify=True).fallback_bytes == 0
 
