@@ -3,7 +3,8 @@
     python -m rlcore.examples.algorithms.scores run --seeds 5 --at-once 16 -o scores.json
     python -m rlcore.examples.algorithms.scores table programs scores.json --into docs/migrating.md
 
-Each run is a process with one thread. The tables are those of programs, of one trainer and sampler, and of engines.
+Each run is a process with one thread, to which ``run`` hands further flags, such as --rate. A table is of programs, with
+one trainer and sampler, or of engines, with one program.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class Asked(NamedTuple):
     sampler: str
     seed: int
     steps: int
+    flags: tuple[str, ...] = ()
 
     def run(self) -> dict[str, Any]:
         """Return what it did; raises CalledProcessError with the output of a program that failed."""
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "record.json")
             options = {"trainer": self.trainer, "sampler": self.sampler, "seed": self.seed, "steps": self.steps}
-            flags = [f"--{name}={value}" for name, value in options.items()]
+            flags = [*(f"--{name}={value}" for name, value in options.items()), *self.flags]
             command = [sys.executable, "-m", f"{PACKAGE}.{self.program}", *flags, f"--record={record}"]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -88,6 +90,7 @@ def record_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def programs_table(records: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table with a row for each program, the best first."""
+    expect_one(records, "trainer", "sampler")
     rows = []
     for (program, steps), runs in grouped(records, lambda record, run: (run["program"], run["steps"])):
         before, after = ([run[name] for run in runs] for name in ("before", "after"))
@@ -101,6 +104,7 @@ def programs_table(records: Sequence[dict[str, Any]]) -> str:
 
 def engines_table(records: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of one program with a row for each device, trainer and sampler."""
+    expect_one(records, "program")
     steps = " | ".join(f"step {step}" for step in SHOWN_STEPS)
     head = f"| device | trainer | sampler | seeds | {steps} | score before | after | off the first |"
     lines = [head, "|" + " --- |" * (len(SHOWN_STEPS) + 7)]
@@ -126,6 +130,14 @@ def grouped(records: Iterable[dict[str, Any]], key: Callable[[Any, Any], Any]) -
         for run in record["runs"]:
             found.setdefault(key(record, run), []).append(run)
     return [(name, sorted(runs, key=lambda run: run["seed"])) for name, runs in found.items()]
+
+
+def expect_one(records: Sequence[dict[str, Any]], *names: str) -> None:
+    """Raise InvalidInputError unless all runs have the same of each of these."""
+    for name in names:
+        found = sorted({run[name] for record in records for run in record["runs"]})
+        if len(found) != 1:
+            raise InvalidInputError(f"this table is of runs with one {name}, and the records have {', '.join(found)}")
 
 
 def footers(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -162,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     table.add_argument(
         "--into", type=Path, help="a page with lines <!-- scores of KIND --> and <!-- /scores of KIND -->"
     )
-    options = parser.parse_args(argv)
+    options, flags = parser.parse_known_args(argv)
     if options.command == "table":
         text = TABLES[options.kind]([json.loads(path.read_text()) for path in options.records])
         if options.into is None:
@@ -172,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
             write_file(options.into, page.encode())
         return 0
     asked = [
-        Asked(program, trainer, sampler, seed, options.steps)
+        Asked(program, trainer, sampler, seed, options.steps, tuple(flags))
         for seed, program, trainer, sampler in itertools.product(
             range(options.seeds), options.programs, options.trainers, options.samplers
         )
