@@ -3,8 +3,8 @@
     python -m rlcore.examples.algorithms.scores run --seeds 5 --at-once 16 -o scores.json
     python -m rlcore.examples.algorithms.scores table programs scores.json --into docs/migrating.md
 
-Each run is a process with one thread, to which ``run`` hands further flags, such as --rate. A table is of programs, with
-one trainer and sampler, or of engines, with one program.
+Each run is a process with one thread, to which ``run`` hands further flags, such as --rate. A table is of programs,
+with one trainer and sampler, or of engines, with one program.
 """
 
 from __future__ import annotations
