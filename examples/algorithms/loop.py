@@ -194,8 +194,8 @@ class Run:
         return float(rollout.rewards.mean())
 
 
-def main(algorithm: Algorithm, argv: list[str] | None = None) -> Outcome:
-    """Run the algorithm; print, and return, what it does to the held-out score."""
+def arguments(algorithm: Algorithm, argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the flags of a program as ``Run`` takes them."""
     parser = argparse.ArgumentParser(description=type(algorithm).__doc__)
     numbers = {"steps": 30, "seed": 0, "problems": 32, "samples": 8, "held-out": 512}
     for name, number in (numbers | {"imitation": algorithm.imitation}).items():
@@ -204,7 +204,12 @@ def main(algorithm: Algorithm, argv: list[str] | None = None) -> Outcome:
     parser.add_argument("--trainer", default="fsdp2", help="the train executor")
     parser.add_argument("--sampler", default="hf", help="the inference executor")
     parser.add_argument("--record", type=Path, help="a file for what is printed, as JSON")
-    run = Run(algorithm, parser.parse_args(argv))
+    return parser.parse_args(argv)
+
+
+def main(algorithm: Algorithm, argv: list[str] | None = None) -> Outcome:
+    """Run the algorithm; print, and return, what it does to the held-out score."""
+    run = Run(algorithm, arguments(algorithm, argv))
     rewards: list[float] = []
     try:
         run.imitate(run.options.imitation)
