@@ -65,8 +65,9 @@ def check_logprobs(
 
 
 def own_model(family: str, folder: Path, state: Any, dtype: torch.dtype) -> Any:
-    """transformers' own class with the trainer's weights, which have the names of checkpoints."""
+    """transformers' own class with the trainer's weights, which have the names of the checkpoint that it began with."""
     model = policy_of(family).from_pretrained(folder).eval()
+    model.stored_names(state)
     with torch.no_grad():
         for name, tensor in model.named_weights():
             tensor.copy_(state[name])
