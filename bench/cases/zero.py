@@ -32,11 +32,11 @@ from rlcore.tensor_data import dtype_name
 _STAGES = (2, 3)
 _TOKENS, _HOST_TOKENS = 4096, 256
 _SEQUENCES = 8
-"""Of equal length."""
+"""Sequences of equal length."""
 _WARM_UP, _STEPS = 3, 8
 
 
-class _Plain(PlainRank):
+class _ZeroLoop(PlainRank):
     """A policy-gradient step of a DeepSpeed engine."""
 
     stage: int
@@ -68,11 +68,11 @@ class _Plain(PlainRank):
         return loss.detach()[None]
 
 
-class _Plain2(_Plain):
+class _ZeroLoop2(_ZeroLoop):
     stage = 2
 
 
-class _Plain3(_Plain):
+class _ZeroLoop3(_ZeroLoop):
     stage = 3
 
 
@@ -95,7 +95,7 @@ def _prepare(device: Device) -> Work:
     ways: dict[str, Any] = {"fsdp2": engine_steps}
     if not is_host:
         ways["fsdp2, compiled"] = functools.partial(engine_steps, compile=True)
-    for stage, plain in zip(_STAGES, (_Plain2, _Plain3), strict=True):
+    for stage, plain in zip(_STAGES, (_ZeroLoop2, _ZeroLoop3), strict=True):
         ways[f"deepspeed, ZeRO {stage}"] = functools.partial(engine_steps, executor="deepspeed", stage=stage)
         # in a process of its own: DeepSpeed leaves its groups in globals
         ways[f"plain DeepSpeed, ZeRO {stage}"] = functools.partial(plain_steps, plain, launcher="process")

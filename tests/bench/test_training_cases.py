@@ -107,7 +107,7 @@ def test_the_plain_loop_of_deepspeed_trains_on_what_the_engine_does(
     setup = train_steps.Setup(["cpu:0"], TINY, torch.float32, tokens=256, warm_up=1, recomputes=False)
     batches = [packed_batch(TINY.vocabulary, [32] * 8, seed) for seed in range(2)]
     engine = train_steps.engine_steps(setup, batches, executor="deepspeed", stage=stage)
-    plain = train_steps.plain_steps({2: zero._Plain2, 3: zero._Plain3}[stage], setup, batches, launcher="process")
+    plain = train_steps.plain_steps({2: zero._ZeroLoop2, 3: zero._ZeroLoop3}[stage], setup, batches, launcher="process")
     limit = rounding(setup.tokens)  # of sums over tokens, in another order
     assert abs(engine.loss - plain.loss) < limit and len(plain.seconds) == len(engine.seconds) == 1
 
