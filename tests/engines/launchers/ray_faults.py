@@ -204,8 +204,11 @@ class Round:
 
     def watched(self, at: dict[str, list[list[Any]]]) -> dict[tuple[str, int], int]:
         """Return a descriptor of each worker and agent, by its host and process id there."""
-        wanted = [one for kind in at.values() for one in kind]
-        return {(name, one.own_pid): os.pidfd_open(one.pid) for name, one in self.named(wanted)}
+        found = {}
+        for name, one in self.named([one for kind in at.values() for one in kind]):
+            with contextlib.suppress(ProcessLookupError):  # a restart has just ended it
+                found[name, one.own_pid] = os.pidfd_open(one.pid)
+        return found
 
     def wait_for_end(self) -> None:
         try:
