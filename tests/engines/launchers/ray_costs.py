@@ -95,7 +95,8 @@ def over_two_hosts(record: Path) -> None:
         Cluster(here, there)
         bench = ["-m", "rlcore", "bench", "run", "workers", "-o", str(record)]
         program = here.python(*bench, environment=ENVIRONMENT | {"RAY_ADDRESS": ADDRESS})
-        sys.exit("".join(program.communicate()) if program.returncode else None)
+        printed = "".join(program.communicate())
+        sys.exit(printed if program.returncode else None)
 
 
 def scale(numbers_of_agents: list[int]) -> None:
