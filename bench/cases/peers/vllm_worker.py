@@ -15,6 +15,7 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.storages import bytes_of
+from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.weight_sync.planning.self_test import checksums
@@ -63,6 +64,11 @@ class MeasuredVllmWorker(VllmExecutor):
             self._on_vllms_workers(_load, name, mapping.tensor)
             self.device.synchronize()
 
+    def reload(self, named: list[tuple[str, Tensor]]) -> None:
+        """Give vLLM's own loader all weights, in one reload."""
+        self._on_vllms_workers(_reload, named)
+        self.device.synchronize()
+
     def transfer(self, method: str, argument: Any = None) -> None:
         """Call vLLM's own back end ``ipc`` on its worker's side."""
         self._on_vllms_workers(_transfer, method, argument)
@@ -97,6 +103,12 @@ def _bare(worker: Any, tag: str) -> tuple[float, int]:
 
 def _load(worker: Any, name: str, tensor: Tensor) -> None:
     worker.model_runner.get_model().load_weights([(name, tensor)])
+
+
+def _reload(worker: Any, named: list[tuple[str, Tensor]]) -> None:
+    model = worker.model_runner.get_model()
+    with versions.reloading(model, worker.vllm_config):
+        model.load_weights(named)
 
 
 def _transfer(worker: Any, method: str, argument: Any) -> None:
