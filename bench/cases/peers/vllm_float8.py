@@ -7,8 +7,12 @@ included. A model whose two copies in bfloat16 have no room on the device has fe
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Quantity, Work, expect
@@ -26,6 +30,8 @@ _ROOM = 0.88
 _KV_BYTES, _KV_BYTES_ON_HOST = 2 << 30, 1 << 24
 _BYTES = 2
 """Of an element of bfloat16."""
+_PART = 1 << 29
+"""Elements of a buffer in which weights go to vLLM's own loader."""
 QUANTIZATIONS = {"bfloat16": None, "fp8_per_block": "fp8_per_block", "fp8_per_tensor": "fp8_per_tensor"}
 
 
@@ -94,12 +100,40 @@ class Float8Pair(EnginePair):
         """Give vLLM's own loader all weights: it quantises them as it does when it starts."""
         self.step()
         self.device.synchronize()
-        _, seconds = timed(lambda: self.ask_each("reload", self.train.call("named")[0]))
+        _, seconds = timed(self._reload)
         return self._done(seconds, None)
+
+    def _reload(self) -> None:
+        named = self.train.call("named")[0]
+        size = max(_PART, *(weight.numel() for _, weight in named))
+        buffer = torch.empty(size, dtype=torch.bfloat16, device=self.device.torch_device)
+        for part in _parts(named, size):
+            end = 0
+            for _, weight in part:
+                begin, end = end, end + weight.numel()
+                buffer[begin:end] = weight.flatten()
+            handle = self.device.memory.export_ipc(buffer)
+            self.device.synchronize()
+            self.ask_each("reload", handle.to_bytes(), [(name, tuple(weight.shape)) for name, weight in part])
+            self.device.memory.revoke(handle)
+        self.ask_each("reload", None, [])
 
     def _done(self, seconds: float, report: SyncReport | None) -> Done:
         (of_replica,) = self.ask_each("sums")
         return Done(seconds, self.state, of_replica, report)
+
+
+def _parts(named: Sequence[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the weights in runs of at most ``size`` elements."""
+    part: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, weight in named:
+        if filled + weight.numel() > size:
+            yield part
+            part, filled = [], 0
+        part.append((name, weight))
+        filled += weight.numel()
+    yield part
 
 
 def _quantities(done: Done) -> dict[str, Quantity]:

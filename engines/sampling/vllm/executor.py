@@ -24,6 +24,7 @@ from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import StateError, UnsupportedError
 from rlcore.image_inputs import ImageInputs
+from rlcore.planned import as_planned
 
 _RPC = RlcoreWorkerExtension.rlcore_call.__name__
 _RENDEZVOUS_S = 600.0
@@ -76,7 +77,7 @@ class VllmExecutor(ReplicaExecutor):
                 "vLLM's build for the CPU records none: in 0.26 its kernel of experts has no place for it, and 0.32 "
                 "does it in a model runner that needs a Triton for CPUs; sample by executor='hf', or on a GPU",
             )
-        self.engine_version = versions.prepare(is_batch_invariant=is_invariant)
+        self.engine_version = versions.prepare(is_batch_invariant=is_invariant, arch=as_planned(self.device).arch)
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)
         images = ImageInputs.of_folder(self._folder.path) if self._folder.reads_images else None
