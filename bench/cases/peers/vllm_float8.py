@@ -28,8 +28,8 @@ _NUM_RUNS = 5
 _ROOM = 0.88
 """The share of the device that two copies may have; vLLM's cache, activations and contexts have the rest."""
 _KV_BYTES, _KV_BYTES_ON_HOST = 2 << 30, 1 << 24
-_BYTES = 2
-"""Of an element of bfloat16."""
+_ELEMENT_BYTES = 2
+"""An element of bfloat16."""
 _PART = 1 << 29
 """Elements of a buffer in which weights go to vLLM's own loader."""
 QUANTIZATIONS = {"bfloat16": None, "fp8_per_block": "fp8_per_block", "fp8_per_tensor": "fp8_per_tensor"}
@@ -40,11 +40,11 @@ def fitting(model: ModelShape, total_bytes: int) -> ModelShape:
     ends = 2 * model.vocabulary * model.hidden
     attention = 2 * model.hidden * (model.q + model.kv)
     layer = attention + 3 * model.mlps * model.hidden * model.inner
-    most = int((_ROOM * total_bytes / 2 / _BYTES - ends) // layer)
+    most = int((_ROOM * total_bytes / 2 / _ELEMENT_BYTES - ends) // layer)
     return model if most >= model.layers else replace(model, name=f"{model.name}, {most} layers", layers=most)
 
 
-class Done(NamedTuple):
+class WholeSync(NamedTuple):
     seconds: float
     state: int
     """The state of the trainer's weights, 0 or 1."""
@@ -78,7 +78,7 @@ class Float8Pair(EnginePair):
         self.infer.onload()
         self.sync_first()
 
-    def turn(self) -> Done:
+    def turn(self) -> WholeSync:
         """Sync when both engines' memory is new, as after a step of training while vLLM was away."""
         self.infer.meta()
         self.train.offload()
@@ -89,14 +89,14 @@ class Float8Pair(EnginePair):
         self.infer.onload("kv_cache")
         return done
 
-    def again(self) -> Done:
+    def again(self) -> WholeSync:
         """Sync new weights into memory that the sync before has opened."""
         self.step()
         self.device.synchronize()
         report, seconds = timed(lambda: self.train.sync_weights(self.infer))
         return self._done(seconds, report)
 
-    def loader(self) -> Done:
+    def loader(self) -> WholeSync:
         """Give vLLM's own loader all weights: it quantises them as it does when it starts."""
         self.step()
         self.device.synchronize()
@@ -118,9 +118,9 @@ class Float8Pair(EnginePair):
             self.device.memory.revoke(handle)
         self.ask_each("reload", None, [])
 
-    def _done(self, seconds: float, report: SyncReport | None) -> Done:
+    def _done(self, seconds: float, report: SyncReport | None) -> WholeSync:
         (of_replica,) = self.ask_each("sums")
-        return Done(seconds, self.state, of_replica, report)
+        return WholeSync(seconds, self.state, of_replica, report)
 
 
 def _parts(named: Sequence[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -136,7 +136,7 @@ def _parts(named: Sequence[tuple[str, Tensor]], size: int) -> Iterator[list[tupl
     yield part
 
 
-def _quantities(done: Done) -> dict[str, Quantity]:
+def _quantities(done: WholeSync) -> dict[str, Quantity]:
     if done.report is None:
         return {}
     found = {f"route_{done.report.route}": Quantity(1, "1")}
@@ -154,7 +154,7 @@ def _prepare(model: ModelShape, quantization: str | None, device: Device) -> Wor
     pair = Float8Pair(shape, quantization, device)
     expected: dict[int, list[dict[str, int]]] = {}
 
-    def check(done: Done) -> None:
+    def check(done: WholeSync) -> None:
         wanted = expected.setdefault(done.state, done.sums)
         expect(done.sums == wanted, "vLLM's weights and scales are not those that another way has made")
         expect(expected.get(0) != expected.get(1), "the weights of two steps are the same")
