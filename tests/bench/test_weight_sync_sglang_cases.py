@@ -36,7 +36,7 @@ def test_an_error_of_sglang_alone_is_sent_as_text(tmp_path: Path, monkeypatch: p
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         with pytest.raises(EOFError):
-            sglang_alone._serve(theirs, tmp_path, "cpu", {})
+            sglang_alone._serve(theirs, tmp_path, "cpu", "cpu", {})
         assert ours.recv() == ("EOFError: a scheduler died", None)
 
 
@@ -52,7 +52,7 @@ def test_sglang_alone_that_fails_or_hangs_leaves_no_process(tmp_path: Path, monk
     monkeypatch.setattr(sglang_alone, "_CLOSE_S", 0.1)
     monkeypatch.setattr(sglang_alone, "_serve", fail_and_hang)
     with pytest.raises(BenchError, match="SGLang alone has failed: no memory"):
-        SglangAlone(tmp_path, "cpu", {})
+        SglangAlone(tmp_path, "cpu", "cpu", {})
     assert multiprocessing.active_children() == []
 
 

@@ -16,7 +16,7 @@ from rlcore.engines.sampling.prompts import PromptReader
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import versions
-from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments
+from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments, is_float32
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 from rlcore.engines.sampling.sglang.replica import SglangReplica
@@ -68,7 +68,7 @@ class SglangExecutor(ReplicaExecutor):
             WorkerDiedError: a process that SGLang started has ended.
         """
         self._folder = check_model_folder(path)
-        self.engine_version = versions.prepare(self.device, self._num_shards)
+        self.engine_version = versions.prepare(self.device, self._num_shards, is_float32=is_float32(engine_args))
         arguments = engine_arguments(engine_args, self._folder, self.context)
         self._reader = reader = PromptReader(self._folder, None, "context_length")
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process

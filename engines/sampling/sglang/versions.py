@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import tempfile
 import warnings
@@ -23,7 +24,7 @@ from rlcore.engines.sampling.sglang.interfaces import (
     SglangSamplingInfo,
     SglangScheduler,
 )
-from rlcore.errors import InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
+from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
 
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
 SAMPLER = "pytorch"
@@ -40,11 +41,12 @@ _ENVIRONMENT = {
 }
 
 
-def prepare(device: Device, num_devices: int) -> str:
+def prepare(device: Device, num_devices: int, *, is_float32: bool = False) -> str:
     """Set SGLang's environment and import it; return its version.
 
     Args:
         num_devices: how many devices the replica has.
+        is_float32: the model's dtype is.
 
     Raises:
         MissingDependencyError: SGLang is not installed.
@@ -54,6 +56,8 @@ def prepare(device: Device, num_devices: int) -> str:
         os.environ.setdefault(name, value)
     if num_devices > 1:  # ranks that sample in different orders of rounding would go on with different tokens
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
+    if is_float32:  # else Triton's products are in TF32, which has 10 bits of 23
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if device.spec.is_host:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if num_devices > 1:  # else SGLang wants a NUMA node for each rank
@@ -303,3 +307,16 @@ def memory_saver() -> Any:
     from torch_memory_saver import torch_memory_saver
 
     return torch_memory_saver
+
+
+def require_memory_saver() -> None:
+    """Check that this process allocates by the memory saver, whose library SGLang has the loader of programs preload.
+
+    Raises:
+        DeviceError: the loader did not find what that library needs, and went on without it.
+    """
+    if not hasattr(ctypes.CDLL(None), "tms_pause"):  # names of preloaded libraries are known to all
+        raise DeviceError(
+            "torch_memory_saver was not preloaded, so that offload() could give no memory: the loader does not find "
+            "CUDA's runtime. Add the folder of libcudart.so to LD_LIBRARY_PATH before the program starts"
+        )
