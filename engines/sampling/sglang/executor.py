@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.prompts import PromptReader
+from rlcore.engines.sampling.replica.arguments import RETURN_EXPERTS
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import versions
@@ -87,6 +88,8 @@ class SglangExecutor(ReplicaExecutor):
         )
         self._replica = SglangReplica(self._thread, self._calls, processes, reader, arguments["random_seed"])
         reader.max_positions = self._call(SglangShard.limit)[0]
+        if engine_args.get(RETURN_EXPERTS):
+            self._replica.num_routed_layers = self._call(SglangShard.num_layers)[0]
         if engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder
             self._prove_reload(path)
         if self._host_memory is not None:

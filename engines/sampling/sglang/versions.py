@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import os
@@ -137,11 +138,30 @@ def _temporary_files_in(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def generate_request(name: str, token_ids: list[int], params: dict[str, Any]) -> Any:
+def generate_request(name: str, token_ids: list[int], params: dict[str, Any], *, returns_experts: bool) -> Any:
     """Return the request of one sample, with the log-probs of its tokens, that answers once, at its end."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    return GenerateReqInput(rid=name, input_ids=token_ids, sampling_params=params, return_logprob=True, stream=False)
+    return GenerateReqInput(
+        rid=name,
+        input_ids=token_ids,
+        sampling_params=params,
+        return_logprob=True,
+        return_routed_experts=returns_experts,
+        stream=False,
+    )
+
+
+def routed_experts(about: Mapping[str, Any], layers: int) -> Tensor:
+    """Return the experts of a completion's tokens, [tokens, layers, experts a token] int16.
+
+    Args:
+        about: what SGLang says of the output.
+        layers: of the model.
+    """
+    found = torch.frombuffer(bytearray(base64.b64decode(about["routed_experts"])), dtype=torch.int32)
+    num_tokens = about["prompt_tokens"] + about["completion_tokens"] - 1  # the last one never ran
+    return found.view(num_tokens, layers, -1).to(torch.int16)
 
 
 # ------------------------------------------------------------------------------------------ a scheduler's process
@@ -169,6 +189,7 @@ def run_scheduler(
     _give_seeds()
     _register_sampler(sample)
     _meet_in(folder)
+    _pin_no_memory_of_hosts()
     schedulers.run_scheduler_process(*arguments, **keywords)
 
 
@@ -223,8 +244,23 @@ def _meet_in(folder: str) -> None:
     torch.distributed.init_process_group = init_process_group
 
 
+def _pin_no_memory_of_hosts() -> None:
+    """Let an engine on a host keep the experts of tokens in plain memory: SGLang would pin it, which takes CUDA."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any) -> Tensor:
+        plain: Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+        return plain
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 def model_runner(scheduler: SglangScheduler) -> SglangModelRunner:
     return scheduler.tp_worker.model_runner
+
+
+def num_layers(runner: SglangModelRunner) -> int:
+    return runner.model_config.num_hidden_layers
 
 
 def forget_stop_tokens(scheduler: SglangScheduler) -> None:

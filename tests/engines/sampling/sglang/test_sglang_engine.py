@@ -148,6 +148,25 @@ def test_large_tensors_and_captured_graphs_lose_nothing(
         assert torch.cuda.mem_get_info()[0] - free > moved - (1 << 28), "the driver has it again"
 
 
+def test_completions_have_the_experts_that_transformers_chooses(
+    write_model: WriteModel, build_sglang: Callable[..., Any]
+) -> None:
+    """Of a second request with the same beginning too, whose first tokens are in the prefix cache."""
+    folder = write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"])
+    model = model_of(folder, "float32")
+    with build_sglang(folder, enable_return_routed_experts=True) as infer:
+        for outputs in (infer.generate(PROMPTS, FREE | {"n": 2}), infer.generate(PROMPTS, FREE | {"max_tokens": 3})):
+            for output in outputs:
+                for completion in output.outputs:
+                    ids = torch.tensor([output.prompt_token_ids + completion.token_ids[:-1]], device=DEVICE)
+                    with torch.no_grad():
+                        scores = model(ids, output_router_logits=True).router_logits
+                    chosen = torch.stack([layer.topk(2).indices for layer in scores], 1).cpu()
+                    found = completion.routed_experts
+                    assert found is not None and found.dtype == torch.int16
+                    assert found.sort(-1).values.tolist() == chosen.sort(-1).values.tolist()
+
+
 def write_two_ranks(write_model: WriteModel, seed: int = 0) -> Path:
     """Each rank has a half of each fused expert, and of all else that is cut."""
     return write_model("Qwen3MoeConfig", seed=seed, **MODELS["Qwen3MoeConfig"])
