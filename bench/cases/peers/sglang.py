@@ -25,7 +25,7 @@ _PROMPTS_ON_HOST, _TOKENS_ON_HOST = 8, 16
 
 
 class Sides(NamedTuple):
-    """What takes part, and where; the samplers are on the first device."""
+    """The sides of a case, and where they are; the samplers are on the first device."""
 
     rlcore: bool = True
     alone: bool = True
