@@ -13,10 +13,11 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.replica.arguments import RETURN_EXPERTS
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.vllm import ascend, versions
-from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, RETURN_EXPERTS, check_arguments, engine_arguments
+from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, check_arguments, engine_arguments
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine
 from rlcore.engines.sampling.vllm.replica import Replica
