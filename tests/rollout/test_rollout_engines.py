@@ -145,6 +145,15 @@ def test_the_last_sampler_that_is_killed_inside_a_sync_is_started_again(
 
 @pytest.mark.slow
 def test_a_reward_model_learns_preferences_and_teaches_a_policy(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    improve, resident = reward_model.improve, []
+
+    def watched(policy: rlcore.TrainEngine, judge: rlcore.TrainEngine, batch: Any) -> None:
+        improve(policy, judge, batch)
+        tags = [report["tags"].values() for report in judge.memory_report()]
+        resident.append(sum(tag["device_bytes"] for one in tags for tag in one))
+
     monkeypatch.setattr(reward_model, "quickstart_model", lambda seed: model)
+    monkeypatch.setattr(reward_model, "improve", watched)
     agreement, first, last = reward_model.main(num_steps=4)
     assert agreement > 0.7 and last > first + 1
+    assert resident == [0] * 4, "it is away while the policy samples"
