@@ -57,7 +57,7 @@ class EpisodeRunner:
         self._episode_timeout_s, self._on_end = episode_timeout_s, on_end
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        """What the loop is to call next, by any thread."""
+        """Calls that any thread has left for the loop, in order."""
         self._is_woken = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)

@@ -20,7 +20,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 COMPARED = ("model", "seed", "data", "algorithm", "rollout")
 """The fields that make a run what it is."""
 _BEFORE = {"rollout.pacing": False}
-"""What a run did, whose configuration is older than these fields."""
+"""Values of fields that older configurations lack: what their runs did."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ABOVE_0 = Kind("a number above 0", lambda value: AT_LEAST_0.has(value) and value > 0)
 _NAME = Kind("a text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
