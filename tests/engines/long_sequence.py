@@ -2,8 +2,9 @@
 
 ``python -m tests.engines.long_sequence --tokens 8192 --workers 4`` trains the shape of a Qwen2 0.5B for a step on CPUs.
 ``--sizes tensor_parallel_size=2 ...`` takes other sizes of ``build()``. The time of attention grows with the square of
-the length: on 131,072 tokens each layer takes 1e14 operations a step. ``--vocabulary`` makes the output head smaller,
-``--no-recompute`` keeps all activations, and ``--no-logprobs`` leaves out a forward pass of its own.
+the length: on 131,072 tokens each layer of 16 heads takes 1e14 operations a step. ``--heads 4`` makes that a quarter at
+the same width, ``--vocabulary`` makes the output head smaller, ``--no-recompute`` keeps all activations, and
+``--no-logprobs`` leaves out a forward pass of its own.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--layers", type=int, default=0, help="0: all")
+    parser.add_argument("--heads", type=int, default=0, help="of queries; 0: 16, or 4 of the tiny shape")
     parser.add_argument("--vocabulary", type=int, default=0, help="0: that of the shape")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
@@ -94,15 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sizes", nargs="*", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--timeout-s", type=float, default=3600.0)
     given = parser.parse_args(arguments)
-    shape = replace(TINY, heads=4) if given.tiny else replace(QWEN_0_5B, heads=16, head_size=56)  # 14 do not divide
+    heads = given.heads or (4 if given.tiny else 16)  # the 14 of the 0.5B do not divide
+    shape = replace(TINY, heads=heads) if given.tiny else replace(QWEN_0_5B, heads=heads, head_size=56)
     shape = replace(shape, layers=given.layers or shape.layers, vocabulary=given.vocabulary or shape.vocabulary)
     sizes = {name: int(number) for name, _, number in (one.partition("=") for one in given.sizes)}
     sizes = sizes or {"sequence_parallel_size": given.workers}
     one = run(shape, given, {})
+    print(f"one worker: {one.step_s:.0f} s, {one.peak_bytes / 2**30:.1f} GiB", file=sys.stderr, flush=True)
     several = run(shape, given, sizes)
     found = {
         "tokens": given.tokens,
         "layers": shape.layers,
+        "heads": shape.heads,
         "vocabulary": shape.vocabulary,
         "sizes": sizes,
         "apart": compared(one, several),
