@@ -28,11 +28,13 @@ Tile = Mapping[str, int]
 
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "statistics of rows": (
-        {"LANES": 512, "num_warps": 8},
-        {"LANES": 1024, "num_warps": 16},
-        {"LANES": 1024, "num_warps": 8},
-        {"LANES": 256, "num_warps": 8},
-        {"LANES": 256, "num_warps": 4},
+        {"READS": 2, "LANES": 512, "num_warps": 8},
+        {"READS": 2, "LANES": 1024, "num_warps": 16},
+        {"READS": 2, "LANES": 256, "num_warps": 8},
+        {"READS": 2, "LANES": 256, "num_warps": 4},
+        {"READS": 4, "LANES": 512, "num_warps": 8},
+        {"READS": 4, "LANES": 256, "num_warps": 8},
+        {"READS": 1, "LANES": 512, "num_warps": 8},
     ),
     "gradient of rows": (
         {"BLOCK": 2048, "num_warps": 2},
