@@ -48,13 +48,15 @@ _COLUMN_BYTES = 60
 """All tensors that either kernel holds of one column take at most so many: with a softcap, a mask, wide logits."""
 
 
-def statistics_tile(device_type: str, itemsize: int = 2) -> dict[str, int]:
+def statistics_tile(device_type: str, itemsize: int = 2, *, is_capped: bool = False) -> dict[str, int]:
     """Return the compile options for logits of this size. Where a device limits tiles they have one lane.
 
+    A softcap needs the registers of further reads.
     The mask of one run is a length, so that the device's compiler need not read the columns that it hides.
     """
     if (found := limits(device_type)) is None:
-        return {**tile_choices.tile("statistics of rows", device_type), "RUN": _READ_BYTES // itemsize}
+        tile = {**tile_choices.tile("statistics of rows", device_type), "RUN": _READ_BYTES // itemsize}
+        return tile | {"READS": 1} if is_capped else tile
     return {"READS": 1, "LANES": 1, "RUN": columns(found, _COLUMN_BYTES)}
 
 
@@ -122,6 +124,16 @@ def _taken_in(m, r, a, b, z, k, WITH_ENTROPY: tl.constexpr):
     return m, reference, a, b
 
 
+@triton.jit
+def _number_of(highest, row, keep, row_start, column, stride_v, V, softcap, strip):
+    """Return how many logits of a row have a value."""
+    count = 0.0
+    for start in range(0, V, strip):
+        z = _logits(row, keep, row_start, start, column, stride_v, V, softcap, IS_WHOLE=False)
+        count += tl.sum(tl.sum(tl.sum((z == highest).to(tl.float32), 2), 1), 0)
+    return count
+
+
 @triton.jit(do_not_specialize=["ignore_index"])
 def _statistics_kernel(
     logits, keep, target, ignore_index, inverse_temperature_T, logprob, entropy, peak, total, is_valid,
@@ -162,17 +174,12 @@ def _statistics_kernel(
     shift = tl.maximum(r - reference, LEAST)
     a_row = tl.sum(a * tl.exp2(shift), 0)
     # The exponent of the maximum is not 0 but what the rounding of the reference left.
-    rest = tl.where(a_row == 0.0, 0.0, tl.fma(highest, k, -reference))
-    if a_row == 0.0:  # the maximum is so low that its product is infinite: those beside it are equal or nothing
-        for start in range(0, V, strip):
-            z = _logits(row, keep, t * V, start, column, stride_v, V, softcap, IS_WHOLE=False)
-            a_row += tl.sum(tl.sum(tl.sum((z == highest).to(tl.float32), 2), 1), 0)
+    rest = tl.fma(highest, k, -reference)
     total_row = tl.div_rn(a_row, tl.exp2(rest))  # exactly 1 where a single column has all
     if WITH_ENTROPY:
         b_row = tl.sum((b + a * shift) * tl.exp2(shift), 0)
         bits = tl.log2(total_row) - (b_row / a_row - rest)
-        bits = tl.where(bits < NO_ENTROPY, 0.0, bits)
-        tl.store(entropy + t, tl.where(highest == -float("inf"), float("nan"), bits * LN_2))
+        tl.store(entropy + t, tl.where(bits < NO_ENTROPY, 0.0, bits) * LN_2)
     if softcap is not None:
         z_y = softcap * _tanh(z_y / softcap)
     if keep is not None:
@@ -180,6 +187,12 @@ def _statistics_kernel(
     tl.store(logprob + t, ((z_y - highest) * k - tl.log2(total_row)) * LN_2)
     tl.store(peak + t, highest)
     tl.store(total + t, total_row)
+    if a_row == 0.0:  # the maximum is so low that its product is infinite: columns beside it are equal or nothing
+        count = _number_of(highest, row, keep, t * V, column, stride_v, V, softcap, strip)
+        tl.store(logprob + t, ((z_y - highest) * k - tl.log2(count)) * LN_2)
+        tl.store(total + t, count)
+        if WITH_ENTROPY:
+            tl.store(entropy + t, tl.where(highest == -float("inf"), float("nan"), tl.log2(count) * LN_2))
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -265,7 +278,8 @@ def row_statistics(
             logits, keep_mask, rows.labels, rows.ignore_index, factor_T,
             logprob_T, entropy_T, peak_T, total_T, is_valid,
             stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], factor, softcap,
-            launch.first, WITH_ENTROPY=with_entropy, **statistics_tile(logits.device.type, logits.itemsize),
+            launch.first, WITH_ENTROPY=with_entropy,
+            **statistics_tile(logits.device.type, logits.itemsize, is_capped=softcap is not None),
         )  # fmt: skip
     return RowStatistics(logprob_T, entropy_T, peak_T, total_T)
 
