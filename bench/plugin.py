@@ -22,5 +22,7 @@ PEERS = Path(__file__).parent / "cases" / "peers"
 def rlcore_register_benchmarks(register: RegisterBenchmark) -> None:
     for module in _MODULES:
         register(f"rlcore.bench.cases.{module}:cases")
-    for module in ("peers.race", "peers.sglang", "peers.vllm") if PEERS.is_dir() else ("from_a_clone",):
+    for module in (
+        ("peers.race", "peers.sglang", "peers.vllm", "peers.vllm_float8") if PEERS.is_dir() else ("from_a_clone",)
+    ):
         register(f"rlcore.bench.cases.{module}:cases")

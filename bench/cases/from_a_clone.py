@@ -18,6 +18,7 @@ _DESCRIPTIONS = {
     "race": "steps of GRPO from end to end, beside TRL's GRPOTrainer",
     "weight_sync/sglang": "new weights and tokens of real SGLang, beside SGLang alone",
     "weight_sync/vllm": "new weights for real vLLM, and the turn around it",
+    "weight_sync/vllm_float8": "new weights for a vLLM that keeps them in float8",
 }
 
 cases = tuple(

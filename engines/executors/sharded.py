@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +56,8 @@ class ShardedExecutor(TrainExecutor):
     class_name: str
     """The class of the user's module, before anything has changed it."""
     sender: Sender
+    arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes the context of each step, evaluation and scoring."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -79,13 +82,16 @@ class ShardedExecutor(TrainExecutor):
     # ------------------------------------------------------------------------------------------- training
 
     def train_step(self, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> dict[str, float]:
-        return train_step(self.strategy, batch, loss_fn, options)
+        with self.arithmetic():
+            return train_step(self.strategy, batch, loss_fn, options)
 
     def evaluate(self, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
-        return evaluate(self.strategy, batch, loss_fn, options)
+        with self.arithmetic():
+            return evaluate(self.strategy, batch, loss_fn, options)
 
     def score(self, batch: RankBatch, options: ScoreOptions) -> Tensor:
-        return score(self.strategy, batch, options)
+        with self.arithmetic():
+            return score(self.strategy, batch, options)
 
     # ---------------------------------------------------------------------------------------------- state
 

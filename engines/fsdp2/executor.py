@@ -12,6 +12,7 @@ from torch import nn
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.train_state import Trained, TrainState
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S
+from rlcore.engines.executors.deterministic import deterministic_algorithms, prepare_deterministic
 from rlcore.engines.executors.materialize import materialize, read_again
 from rlcore.engines.executors.sharded import ShardedExecutor
 from rlcore.engines.executors.strategy import OneDevice
@@ -36,6 +37,9 @@ class Fsdp2Executor(ShardedExecutor):
         """Shard and materialize the module; ``options`` are those of ``Sharding``."""
         sharding = Sharding(**options)
         device, context = self.device.torch_device, self.context
+        if sharding.deterministic:
+            prepare_deterministic()
+            self.arithmetic = deterministic_algorithms
         source = open_weights(module, sharding.torch_dtype)
         self.class_name = type(module).__name__  # FSDP changes it
         self.frozen_dtype = sharding.torch_dtype

@@ -75,6 +75,9 @@ class Sharding:
     device_norms: bool = True
     """Compute RMSNorm by the device's operator, where a plugin offers one with the module's results. Compiled blocks
     keep their own, which the compiler fuses with its neighbours."""
+    deterministic: bool = False
+    """Take torch's deterministic algorithms: the same batch and weights give the same bits each time. An operator that
+    has none raises RuntimeError. Slower."""
 
     def __post_init__(self) -> None:
         compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype
@@ -84,7 +87,7 @@ class Sharding:
         recompute = self.activation_checkpointing
         if not isinstance(recompute, bool) and recompute != "selective":
             raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
-        for name in ("compile", "reduce_each_micro_batch", "device_norms"):
+        for name in ("compile", "reduce_each_micro_batch", "device_norms", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in (

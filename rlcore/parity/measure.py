@@ -29,7 +29,7 @@ from rlcore.parity.statistics import LogProbAgreement, PositionDifference, by_po
 from rlcore.routing.routers import ROUTES, routers_of
 
 _PROMPT_TOKENS, _SAMPLES = 16, 4
-_RETURNING_ROUTES = ("hf", "vllm")
+_RETURNING_ROUTES = ("hf", "vllm", "sglang")
 _PLAIN_BUILD = {"vllm": {"enforce_eager": True}, "sglang": {"disable_cuda_graph": True}}
 """The options with which an executor's model is called part by part: compiled or captured code calls none."""
 _MOST_PROBED = 128

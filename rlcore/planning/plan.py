@@ -28,7 +28,7 @@ _SEQUENCES = 32
 _STEP, _TRIES, _CAUTION = 256, 3, 0.98
 _NOT_PLANNED = (
     "activation_checkpointing", "replicas", "compile", "sequence_parallel_size", "tensor_parallel_size",
-    "expert_parallel_size",
+    "expert_parallel_size", "deterministic",
 )  # fmt: skip
 _LARGEST = 1 << 17
 """Tokens of a micro-batch beyond which nobody looks: it would keep any device busy."""

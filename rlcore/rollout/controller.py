@@ -172,7 +172,6 @@ class RolloutController:
         """
         wanted = self._bound.batch_size if count is None else count
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self.timeline.begin(TRAINER, "wait")
         if self._pacing is not None:
             with self._changed:
                 self._pacing.note_wait(wanted)
@@ -184,7 +183,7 @@ class RolloutController:
             self._check_progress(wanted, has_deadline=deadline is not None)
             return False
 
-        try:
+        with self._trainer_does("wait"):
             while True:
                 if not self._await(is_ready, deadline):
                     raise RolloutTimeoutError(
@@ -194,8 +193,6 @@ class RolloutController:
                 with self._changed:
                     if chosen := self._bound.choose(wanted):  # else another thread was given them
                         return self._given(chosen)
-        finally:
-            self.timeline.begin(TRAINER, "train")
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
         """As ``wait``, for a program with an event loop of its own."""
@@ -238,11 +235,8 @@ class RolloutController:
 
     def rollout_episodes(self, items: Sequence[Any], timeout_s: float | None = None) -> list[Episode]:
         """Return the episodes that ``rollout_batch`` makes a batch of."""
-        self.timeline.begin(TRAINER, "wait")
-        try:
+        with self._trainer_does("wait"):
             episodes = self._run_now(items, timeout_s, self._workflow, self._accept)
-        finally:
-            self.timeline.begin(TRAINER, "train")
         with self._changed:
             self._episodes.count_given(episodes)
         return episodes
@@ -258,7 +252,8 @@ class RolloutController:
         Args:
             workflow: None takes the controller's.
         """
-        return self._run_now(items, timeout_s, workflow or self._workflow, None)
+        with self._trainer_does("evaluate"):
+            return self._run_now(items, timeout_s, workflow or self._workflow, None)
 
     # --------------------------------------------------------------------------------- pause and weights
 
@@ -302,7 +297,6 @@ class RolloutController:
                 f"update_weights() takes a version of at least {self._bound.version}, the version of now, "
                 f"got {wanted!r}"
             )
-        self.timeline.begin(TRAINER, "sync")
 
         def sync(engines: list[InferenceEngine]) -> SyncReport:
             report = train.sync_weights(engines, version=wanted, **options)
@@ -312,9 +306,9 @@ class RolloutController:
             return report
 
         try:
-            return self._fleet.update(sync)
+            with self._trainer_does("sync"):
+                return self._fleet.update(sync)
         finally:
-            self.timeline.begin(TRAINER, "train")
             self._start_due()
 
     def set_version(self, version: int) -> None:
@@ -416,6 +410,15 @@ class RolloutController:
     def _check_open(self, purpose: str) -> None:
         if self._is_closed:
             raise StateError(f"{purpose} is refused: the RolloutController is closed; make another")
+
+    @contextlib.contextmanager
+    def _trainer_does(self, what: str) -> Iterator[None]:
+        """Note in the timeline what keeps the trainer from training inside."""
+        self.timeline.begin(TRAINER, what)
+        try:
+            yield
+        finally:
+            self.timeline.begin(TRAINER, "train")
 
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""

@@ -276,7 +276,7 @@ def test_the_wheel_has_every_case_but_those_beside_other_libraries(
         without.setattr(registry(), "benchmarks", dict.fromkeys(registered, "bench"))
         found = load_cases()
     assert "weight_sync/vllm/7b" not in found
-    for name in ("kernels/peers", "race", "weight_sync/sglang", "weight_sync/vllm"):
+    for name in ("kernels/peers", "race", "weight_sync/sglang", "weight_sync/vllm", "weight_sync/vllm_float8"):
         assert "a clone of the repository" in found[name].description
         (result,) = run_case(found[name], get_device("cpu"), ONCE)
         assert result.status == "blocked" and "pip install -e . in it" in result.reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -52,5 +53,25 @@ def test_the_text_of_a_token_is_its_number_and_a_reward_counts_even_ones(tmp_pat
 def test_a_side_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race, "python_command", lambda *entry: [*warm(), *python_command(*entry)[1:]])
     with pytest.raises(BenchError, match=re.escape("no_such_side ended with exit code 1: ")) as failed:
-        race._run("no_such_side", LOAD)
+        race._run("no_such_side", LOAD, race.TimeLeft(60, 1))
     assert "no attribute 'no_such_side'" in str(failed.value)
+
+
+def test_a_side_that_hangs_is_ended_and_the_next_has_the_time_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = ["sh", "-c", "echo at step 2; exec sleep 60"]
+    monkeypatch.setattr(race, "python_command", lambda *entry: hangs)
+    left = race.TimeLeft(2.0, 2)
+    with pytest.raises(BenchError, match=r"a_side did not end within the 1 s that it had: at step 2"):
+        race._run("a_side", LOAD, left)
+    assert 0.5 < left.next_share() < 1.0
+
+
+def test_the_times_of_a_side_count_however_it_ends_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = race.SideTimes([1.0], {name: [0.1] for name in race.PHASES}, peak_bytes=1, parity=0.0)
+    writes = "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text(sys.argv[1]); sys.exit(134)"
+
+    def command(entry: str, load: str, result: Path) -> list[str]:
+        return [sys.executable, "-c", writes, json.dumps(dataclasses.asdict(times)), str(result)]
+
+    monkeypatch.setattr(race, "python_command", command)
+    assert race._run("a_side", LOAD, race.TimeLeft(60, 1)) == times

@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from rlcore.bench.cases.models import TINY
 from rlcore.bench.cases.peers import sglang_alone, vllm_pair
 from rlcore.bench.cases.peers.sglang_alone import SglangAlone
 from rlcore.bench.cases.peers.vllm_pair import EnginePair
-from rlcore.errors import BenchError, MissingDependencyError
+from rlcore.errors import BenchError, MissingDependencyError, UnsupportedError
 from rlcore.registry import get_device
 
 
@@ -36,7 +37,7 @@ def test_an_error_of_sglang_alone_is_sent_as_text(tmp_path: Path, monkeypatch: p
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         with pytest.raises(EOFError):
-            sglang_alone._serve(theirs, tmp_path, "cpu", {})
+            sglang_alone._serve(theirs, tmp_path, "cpu", "cpu", {})
         assert ours.recv() == ("EOFError: a scheduler died", None)
 
 
@@ -47,12 +48,20 @@ def test_the_weights_that_sglang_alone_takes_are_not_zeros(tmp_path: Path) -> No
     assert found and all(tensor.any() for _, tensor in found)
 
 
+def test_a_device_that_is_not_there_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.17"))  # type: ignore[arg-type]
+    device = get_device("cpu")
+    monkeypatch.setattr(type(device), "count", lambda device: 1)
+    with pytest.raises(UnsupportedError, match="this case on cpu is not supported: it takes 2 devices"):
+        load_cases()["weight_sync/sglang/7b_1_to_1"].prepare(device)
+
+
 @pytest.mark.slow
 def test_sglang_alone_that_fails_or_hangs_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_alone, "_CLOSE_S", 0.1)
     monkeypatch.setattr(sglang_alone, "_serve", fail_and_hang)
     with pytest.raises(BenchError, match="SGLang alone has failed: no memory"):
-        SglangAlone(tmp_path, "cpu", {})
+        SglangAlone(tmp_path, "cpu", "cpu", {})
     assert multiprocessing.active_children() == []
 
 
@@ -65,15 +74,24 @@ def fail_and_hang(connection: Any, *_: object) -> None:
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of SGLang on a CPU; on a GPU the case itself is run")
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("7b", ["sync", "packed", "tokens", "sglang_tensors", "sglang_tokens"]),
+        ("7b_1_to_1", ["sync", "collective", "tokens", "sglang_distributed", "sglang_tokens"]),
+    ],
+)
 @pytest.mark.timeout(600)
-def test_a_whole_case(short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_case(
+    case: str, expected: list[str], short_runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    work = load_cases()["weight_sync/sglang/7b"].prepare(get_device("cpu"))
+    work = load_cases()[f"weight_sync/sglang/{case}"].prepare(get_device("cpu"))
     assert work.close is not None
     try:
         ways = {contender.implementation: contender for contender in work.contenders}
-        assert list(ways) == ["sync", "packed", "sglang_tensors", "tokens", "sglang_tokens"]
+        assert list(ways) == expected
         for name, way in ways.items():
             for _ in range(2):
                 done = way.run()

@@ -27,11 +27,12 @@ ELSEWHERE = (
     "async_grpo.py",
     "count_squares.py",
     "lightrft_grpo.py",
+    "more_devices.py",
     "reward_model.py",
     "rlite_tutorial.py",
     "sampler_parity.py",
     "tinker_grpo.py",
-)  # docs/images.md, docs/migrating.md, docs/rollout.md, docs/train.md, docs/vllm.md
+)  # docs/clusters.md, docs/images.md, docs/migrating.md, docs/rollout.md, docs/train.md, docs/vllm.md
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 
 Run = Callable[..., list[str]]

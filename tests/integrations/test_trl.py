@@ -329,6 +329,10 @@ def test_vllm_of_this_process_writes_text_only_where_strings_stop_it() -> None:
         assert generation.generation_kwargs == expected
 
 
+WITH_VLLM = {"use_vllm": True, "use_cpu": not torch.cuda.is_available(), "learning_rate": 1e-2}
+"""The trainer is where vLLM is, and its steps change the log-probs much."""
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_server_samples_with_the_weights_of_the_trainer(make: Make, folder: Path, tmp_path: Path) -> None:
@@ -340,8 +344,8 @@ def test_a_server_samples_with_the_weights_of_the_trainer(make: Make, folder: Pa
     with contextlib.ExitStack() as ended:
         ended.callback(server.close)
         server.wait()
-        served = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
-        trainer = make(RlcoreGRPOTrainer, **served, learning_rate=1e-2)
+        served = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        trainer = make(RlcoreGRPOTrainer, **WITH_VLLM, **served)
         trainer.train()
     moved = [line["sampling/sampling_logp_difference/max"] for line in trainer.state.log_history[:-1]]
     assert len(moved) == 3 and max(moved) < 0.02, moved
@@ -351,16 +355,10 @@ def test_a_server_samples_with_the_weights_of_the_trainer(make: Make, folder: Pa
 def test_vllm_in_the_same_process_samples_with_the_weights_of_the_trainer(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By TRL's own figure: the difference of log-probs of sampler and trainer, after steps that change them much."""
+    """By TRL's own figure: the difference of log-probs of sampler and trainer."""
     monkeypatch.setenv("RLCORE_VLLM_PLAIN_WEIGHTS", "1")
-    options = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": 0.05,
-        "vllm_max_model_length": 32,
-        "learning_rate": 1e-2,
-    }
-    trainer = make(RlcoreGRPOTrainer, **options)
+    options = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 32}
+    trainer = make(RlcoreGRPOTrainer, **WITH_VLLM, **options)
     trainer.train()
     moved = [line["sampling/sampling_logp_difference/max"] for line in trainer.state.log_history[:-1]]
     assert len(moved) == 3 and max(moved) < 0.02, moved

@@ -1,16 +1,20 @@
-"""Measure the memory that real train engines take on a device: ``python -m tests.planning.peaks FILE``.
+"""Measure the memory that real train engines take on a GPU, beside its plan: ``python -m tests.planning.peaks FILE``.
 
-Models have random weights; each is built, scored, trained and evaluated under several options, and the peaks of
-torch's allocator go to FILE as JSON. ``tests/planning/compare.py`` sets the plan beside them.
+Six models with random weights under four configurations, each in a process of its own. All processes plan at once; they
+measure one after another, so that no two are on the GPU together. FILE gets all as JSON.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,11 @@ import torch
 
 import rlcore
 from rlcore.bench.cases.models import drawn, packed_batch
+from rlcore.engines.fsdp2.sharding import Sharding
+from rlcore.engines.memory_plan.trainer import PlannedTrainer, batch_of, score_options, step_options
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from rlcore.planned import PlannedDevice
 
 _QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
 _QWEN_0_5B = _QWEN2 | {
@@ -29,10 +36,6 @@ _QWEN_0_5B = _QWEN2 | {
 _QWEN_1_5B = _QWEN2 | {
     "vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
     "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
-}  # fmt: skip
-_QWEN_7B = _QWEN2 | {
-    "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 _LLAMA_1B = {
     "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -58,7 +61,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "gemma3-1b": (_GEMMA_1B, None),
     "qwen3-moe-0.9b": (_QWEN3_MOE, None),
     "qwen2.5-1.5b-lora": (_QWEN_1_5B, {"r": 16, "target_modules": _TARGETS}),
-    "qwen2.5-7b-lora": (_QWEN_7B, {"r": 16, "target_modules": _TARGETS}),
 }
 """The configuration of each model, and the arguments of its LoRA."""
 
@@ -122,91 +124,166 @@ def module_of(config: dict[str, Any], lora: dict[str, Any] | None, device_type: 
     return module
 
 
+CONFIGURATIONS = list(SETUPS)[-4:]
+"""The setups that are measured; the others are those of earlier records in tests."""
+_AT_ONCE = 8
+"""Processes that import and plan side by side."""
+
+
+def planned(model: str, setup: str) -> dict[str, Any]:
+    """Return the peaks of the two steps and of scoring, by plans of the engine's own steps and by ``rlcore.plan``."""
+    (config, lora), options = MODELS[model], SETUPS[setup]
+    most, lengths = options["max_tokens"], options["lengths"]
+    trainer = PlannedTrainer(module_of(config, lora), Sharding(**options["build"]), PlannedDevice("cuda", 132, 90))
+    batch, loss_fn = batch_of(lengths), ppo_clip()
+    peaks = {f"train {number}": trainer.train(batch, loss_fn, step_options(most)) for number in (1, 2)}
+    if not options.get("offload"):  # it would have another peak with the optimizer away
+        peaks["score"] = trainer.score(batch, score_options(most))
+    build = dict(options["build"])
+    recompute = build.pop("activation_checkpointing")
+    whole = rlcore.plan(
+        module_of(config, lora),
+        device="h200",
+        longest=max(lengths),
+        max_tokens=most,
+        recompute=recompute,
+        sampler=False,
+        options=build,
+    )
+    (train,) = (phase for phase in whole.best.phases if phase.name == "train")
+    found = {name: {"peak": one.allocated, "reserved": one.reserved} for name, one in peaks.items()}
+    return found | {"plan()": {"reserved": train.device_bytes - train.parts["contexts"]}}
+
+
 def _peaks() -> dict[str, int]:
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    found = {
-        "allocated": torch.cuda.memory_allocated(),
-        "peak": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "used": total - free,
-    }
+    found = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     torch.cuda.reset_peak_memory_stats()
     return found
 
 
-def _fresh() -> None:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+def measured(model: str, setup: str, events: Path | None = None) -> dict[str, Any]:
+    """Return the peaks of each phase of one engine, in this process, which must be new.
 
-
-def measure(model: str, setup: str, layers: int | None = None) -> dict[str, Any]:
-    """Return the peaks of each phase of one engine."""
-    config, lora = MODELS[model]
-    if layers is not None:
-        config = config | {"num_hidden_layers": layers}
-    options = SETUPS[setup]
+    Args:
+        events: gets what the allocator was asked for in order, as JSON: bytes, less than 0 where they were freed.
+    """
+    (config, lora), options = MODELS[model], SETUPS[setup]
     batch = packed_batch(config["vocab_size"], options["lengths"], seed=0)
     most, loss_fn = options["max_tokens"], ppo_clip()
-    _fresh()
-    found: dict[str, Any] = {"model": model, "setup": setup, "layers": layers, "before": _peaks()}
+    found: dict[str, Any] = {}
+    if events is not None:
+        torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=1_000_000)  # type: ignore[no-untyped-call]
     engine = rlcore.TrainEngine(module_of(config, lora))
     with engine:
         engine.build(devices=["cuda:0"], launcher="inline", timeout_s=300.0, **options["build"])
         found["build"] = _peaks()
         for number in (1, 2):
-            started = time.perf_counter()
-            metrics = engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=most)
-            found[f"train {number}"] = _peaks() | {"seconds": time.perf_counter() - started, "loss": metrics["loss"]}
-        if options.get("offload"):
-            engine.offload("optimizer")
-            found["offloaded"] = _peaks()
-        started = time.perf_counter()
-        engine.forward_logprobs(batch, max_tokens_per_micro_batch=most)
-        found["score"] = _peaks() | {"seconds": time.perf_counter() - started}
-        engine.eval_batch(batch, loss_fn, max_tokens_per_micro_batch=most)
-        found["evaluate"] = _peaks()
+            engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=most)
+            found[f"train {number}"] = _peaks()
+        if events is not None:
+            _write_events(events)
+        if not options.get("offload"):
+            engine.forward_logprobs(batch, max_tokens_per_micro_batch=most)
+            found["score"] = _peaks()
+            return found
+        free_before, _ = torch.cuda.mem_get_info()
         engine.offload()
-        _fresh()
-        found["all offloaded"] = _peaks()
+        gc.collect()
+        torch.cuda.empty_cache()
+        free_now, _ = torch.cuda.mem_get_info()
+        found["offloaded"] = {"peak": torch.cuda.memory_allocated(), "freed": free_now - free_before}
     return found
 
 
-def _forget(error: BaseException | None) -> None:
-    """Drop the frames of an error, which hold the tensors of its engine."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _write_events(file: Path) -> None:
+    (trace,) = (one for one in torch.cuda.memory._snapshot()["device_traces"] if one)  # type: ignore[no-untyped-call]
+    signs = {"alloc": 1, "free_completed": -1, "segment_alloc": 1, "segment_free": -1}
+    kept = [(one["action"], one["addr"], signs[one["action"]] * one["size"]) for one in trace if one["action"] in signs]
+    file.write_text(json.dumps([[action.startswith("segment"), addr, size] for action, addr, size in kept]))
+
+
+def _one(model: str, setup: str, lock: str, events: str) -> None:
+    """Plan, wait for the GPU, measure; print both as JSON."""
+    plan = planned(model, setup)
+    with Path(lock).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        started = time.perf_counter()
+        real = measured(model, setup, Path(events) if events else None)
+        seconds = time.perf_counter() - started
+    print(json.dumps({"model": model, "setup": setup, "planned": plan, "measured": real, "seconds": seconds}))
+
+
+def _in_process(model: str, setup: str, lock: str, events: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.planning.peaks", "--one", model, setup, lock, events]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        return {"model": model, "setup": setup, "error": done.stderr[-2000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _line(run: dict[str, Any]) -> str:
+    if "error" in run:
+        return f"{run['model']:18} {run['setup']:22} {run['error']}"
+    plan, real = run["planned"], run["measured"]
+    texts = [
+        f"{phase} {_beside(plan[phase]['peak'], real[phase]['peak'])}"
+        for phase in ("train 2", "score")
+        if phase in plan
+    ]
+    texts.append(f"segments {_beside(plan['train 2']['reserved'], real['train 2']['reserved'])}")
+    texts.append(f"plan() {_beside(plan['plan()']['reserved'], real['train 2']['reserved'])}")
+    return f"{run['model']:18} {run['setup']:22} {'  '.join(texts)}  {run['seconds']:.0f} s"
+
+
+def _beside(plan: int, real: int) -> str:
+    return f"{plan / 2**30:.2f}/{real / 2**30:.2f} {plan / real - 1:+.1%}"
+
+
+def table(file: Path) -> list[str]:
+    """Return the rows of docs/plan.md, GiB: planned and measured, in tensors and in segments of the allocator."""
+    found = {(run["model"], run["setup"]): run for run in json.loads(file.read_text())["runs"]}
+    runs = [found[model, setup] for setup in CONFIGURATIONS for model in MODELS if (model, setup) in found]
+    rows = []
+    for run in runs:
+        if "error" in run:
+            rows.append(f"| {run['model']} | {run['setup']} | {run['error'][-300:]} |")
+            continue
+        plan, real = run["planned"], run["measured"]
+        pairs = [(plan["train 2"][name], real["train 2"][name]) for name in ("peak", "reserved")]
+        pairs.append((plan["plan()"]["reserved"], real["train 2"]["reserved"]))
+        cells = [f"{one / 2**30:.2f} | {other / 2**30:.2f} | {one / other - 1:+.1%}" for one, other in pairs]
+        rows.append(" | ".join([f"| {run['model']} | {run['setup']}", *cells]) + " |")
+    return rows
 
 
 def main(file: str, *names: str) -> None:
-    torch.cuda.init()
-    properties = torch.cuda.get_device_properties(0)
     about = {
-        "device": properties.name,
+        "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "transformers": __import__("transformers").__version__,
-        "cores": properties.multi_processor_count,
-        "total": torch.cuda.mem_get_info()[1],
     }
-    runs: list[dict[str, Any]] = []
     chosen = [model for model in MODELS if not names or model in names]
-    jobs = [(model, setup) for setup in list(SETUPS)[-4:] for model in chosen]
-    for model, setup in sorted(jobs, key=lambda job: "7b" in job[0]):  # the largest last
-        started = time.perf_counter()
-        try:
-            runs.append(measure(model, setup))
-        except Exception as error:
-            traceback.print_exc()
-            runs.append({"model": model, "setup": setup, "error": f"{type(error).__name__}: {error}"})
-            _forget(error)
-        one = runs[-1]
-        peak = one.get("train 2", {}).get("peak", 0) / 2**30
-        print(f"{model:20} {setup:24} {peak:7.2f} GiB  {time.perf_counter() - started:5.1f} s", flush=True)
-        Path(file).write_text(json.dumps({"about": about, "runs": runs}))
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_AT_ONCE) as pool:
+        waiting = []
+        for setup in CONFIGURATIONS:
+            for model in chosen:
+                is_told = (model, setup) == ("qwen2.5-0.5b", "recompute, 12k")
+                events = str(Path(file).with_suffix(".events.json")) if is_told else ""
+                waiting.append(pool.submit(_in_process, model, setup, str(Path(folder, "lock")), events))
+        for one in as_completed(waiting):
+            runs.append(one.result())
+            print(_line(runs[-1]), flush=True)
+            Path(file).write_text(json.dumps({"about": about, "runs": runs}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "--one":
+        _one(*sys.argv[2:])
+    elif sys.argv[1] == "--table":
+        print("\n".join(table(Path(sys.argv[2]))))
+    else:
+        main(*sys.argv[1:])

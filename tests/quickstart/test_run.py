@@ -187,6 +187,16 @@ def test_the_samplers_logprobs_are_the_trainers_in_every_step(finished: tuple[Pa
     assert f"parity {parity[-1]:.0e}" in stderr
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_of_a_ray_cluster_have_the_same_curve(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    code, _, stderr = ended(start("--steps", str(STEPS), "--launcher", "ray", "--output", tmp_path / "run"))
+    assert code == 0, stderr
+    assert curve(tmp_path / "run") == curve(finished[0])
+
+
 def test_stdout_is_the_table_and_nothing_has_escape_codes(finished: tuple[Path, str, str]) -> None:
     folder, stdout, stderr = finished
     assert [line.split("  ")[0] for line in stdout.splitlines()] == [

@@ -13,6 +13,7 @@ import functools
 import json
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +41,6 @@ SIDES = {
     "trl+rlcore": "adopted_side",
 }
 """The functions of ``race_sides`` by the names of their results."""
-_TIMEOUT_S = 560.0
 _SAID = 2000
 
 
@@ -86,21 +86,41 @@ class SideTimes:
     """The mean difference of log-probs, in nats a token, between sampler and trainer in the last step."""
 
 
-def _run(side: str, load: RaceLoad) -> SideTimes:
-    steps.begin(side)
+class TimeLeft:
+    """The time of a case: each side may take an equal share of what is left, so that one that hangs ends alone."""
+
+    def __init__(self, seconds: float, num_sides: int) -> None:
+        self._end = time.monotonic() + seconds
+        self._num_sides = num_sides
+
+    def next_share(self) -> float:
+        """Return the seconds that the next side may take."""
+        share = max(0.0, self._end - time.monotonic()) / self._num_sides
+        self._num_sides -= 1
+        return share
+
+
+def _run(side: str, load: RaceLoad, left: TimeLeft) -> SideTimes:
+    timeout_s = left.next_share()
     with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
         result = Path(folder, "times.json")
-        done = subprocess.run(
-            python_command(f"rlcore.bench.cases.peers.race_sides:{side}", json.dumps(asdict(load)), result),
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
-        if done.returncode != 0 or not result.exists():
-            raise BenchError(f"{side} ended with exit code {done.returncode}: {done.stdout.strip()[-_SAID:]}")
+        log = Path(folder, "log.txt")
+        try:
+            with log.open("wb") as output:  # a pipe would stay open in what a side that is killed has started
+                code = subprocess.run(
+                    python_command(f"rlcore.bench.cases.peers.race_sides:{side}", json.dumps(asdict(load)), result),
+                    cwd=folder,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                    timeout=timeout_s,
+                ).returncode
+            ended = f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within the {timeout_s:.0f} s that it had"
+        if not result.exists():
+            said = log.read_text("utf-8", "replace").strip()
+            raise BenchError(f"{side} {ended}: {said[-_SAID:]}")
         return SideTimes(**json.loads(result.read_text()))
 
 
@@ -117,11 +137,11 @@ def _quantities(times: SideTimes, num_tokens: int) -> Mapping[str, Quantity]:
     }
 
 
-def _contender(name: str, load: RaceLoad) -> Contender:
+def _contender(name: str, load: RaceLoad, left: TimeLeft) -> Contender:
     load = replace(load, offloads=name.endswith(OFFLOADED))
     return Contender(
         name,
-        functools.partial(_run, SIDES[name], load),
+        functools.partial(_run, SIDES[name], load, left),
         _check,
         seconds=lambda times: times.seconds,
         quantities=lambda times: _quantities(times, load.num_tokens),
@@ -129,7 +149,9 @@ def _contender(name: str, load: RaceLoad) -> Contender:
     )
 
 
-def _prepare(shape: ModelShape, names: Sequence[str], changes: Mapping[str, Any], device: Device) -> Work:
+def _prepare(
+    shape: ModelShape, names: Sequence[str], limit_s: float, changes: Mapping[str, Any], device: Device
+) -> Work:
     try:
         import trl
         import vllm
@@ -140,6 +162,7 @@ def _prepare(shape: ModelShape, names: Sequence[str], changes: Mapping[str, Any]
     if is_host:
         changes = {"prompts": 2, "samples": 4, "prompt_tokens": 8, "new_tokens": 12, "sequences_at_once": 4,
             "kv_cache_bytes": 1 << 26}  # fmt: skip
+    left = TimeLeft(limit_s, len(names))
     steps.begin("model folder")
     folder = Folder(shape, torch.float32 if is_host else torch.bfloat16, device)
     load = replace(RaceLoad(str(folder.path), device.name, shape.vocabulary), **changes)
@@ -147,15 +170,18 @@ def _prepare(shape: ModelShape, names: Sequence[str], changes: Mapping[str, Any]
     shown = {name: getattr(load, name) for name in counts}
     shown["recompute"] = str(load.recomputes)
     params = {"model": shape.name, **shown, "devices": 1, "trl": trl.__version__, "vllm": vllm.__version__}
-    return Work(tuple(_contender(name, load) for name in names), params, num_runs=1, close=folder.close)
+    return Work(tuple(_contender(name, load, left) for name in names), params, num_runs=1, close=folder.close)
 
 
-def _case(name: str, shape: ModelShape, names: Sequence[str], estimate_s: float, **changes: Any) -> Case:
+def _case(
+    name: str, shape: ModelShape, names: Sequence[str], estimate_s: float, limit_s: float, **changes: Any
+) -> Case:
+    """Return a case that ends within ``limit_s`` whatever hangs, so that what was measured is kept."""
     description = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, all with vLLM"
     return Case(
         f"race/{name}",
         description,
-        functools.partial(_prepare, shape, names, changes),
+        functools.partial(_prepare, shape, names, limit_s, changes),
         effort="full",
         estimate_s=estimate_s,
         device_estimate_s=estimate_s,
@@ -164,8 +190,8 @@ def _case(name: str, shape: ModelShape, names: Sequence[str], estimate_s: float,
 
 # A side takes two minutes: those that few ask for are cases of their own.
 cases = (
-    _case("1.5b", QWEN_1_5B, ("rlcore", "trl"), 230.0),
-    _case("1.5b_accelerate_trl", QWEN_1_5B, ("trl+rlcore",), 130.0),
-    _case("1.5b_offloaded", QWEN_1_5B, (f"rlcore{OFFLOADED}",), 130.0),
-    _case("7b", QWEN_7B, ("rlcore", "trl"), 330.0, prompts=16, sequences_at_once=8, recomputes=True, steps=3),
+    _case("1.5b", QWEN_1_5B, ("rlcore", "trl"), 230.0, 330.0),
+    _case("1.5b_accelerate_trl", QWEN_1_5B, ("trl+rlcore",), 130.0, 190.0),
+    _case("1.5b_offloaded", QWEN_1_5B, (f"rlcore{OFFLOADED}",), 130.0, 190.0),
+    _case("7b", QWEN_7B, ("rlcore", "trl"), 330.0, 385.0, prompts=16, sequences_at_once=8, recomputes=True, steps=3),
 )

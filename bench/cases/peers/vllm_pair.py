@@ -102,7 +102,7 @@ def write_folder(module: Any, folder: Path) -> None:
             out.write(len(text).to_bytes(8, "little") + text)
             out.truncate(8 + len(text) + max(one["data_offsets"][1] for one in header.values()))
     places = {name: file for file, header in zip(files, headers, strict=True) for name in header}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 class EnginePair:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import math
 import sys
 import time
 import types
@@ -15,6 +17,7 @@ from torch import Tensor
 from rlcore.device import Device
 from rlcore.engines.offload.host_arena import arena_of
 from rlcore.engines.offload.storages import bytes_of
+from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.weight_sync.planning.self_test import checksums
@@ -23,6 +26,8 @@ from rlcore.registry import registry
 from rlcore.types import IpcHandle
 
 EXECUTOR = "vllm_measured"
+Parts = list[tuple[str, tuple[int, ...]]]
+"""Names and shapes of weights that lie one after the other."""
 _PACKED_BYTES = 2 << 30
 """vLLM's own default of 1 GiB does not take the embedding of a 7B model."""
 
@@ -63,6 +68,19 @@ class MeasuredVllmWorker(VllmExecutor):
             self._on_vllms_workers(_load, name, mapping.tensor)
             self.device.synchronize()
 
+    def reload(self, handle: bytes | None, parts: Parts) -> None:
+        """Give vLLM's own loader a part of all weights, in one reload that ends with a call without a handle.
+
+        Args:
+            handle: of a vector that has the weights one after the other.
+        """
+        if handle is None:
+            self._on_vllms_workers(_end_reload)
+            return
+        with self.device.memory.import_ipc(IpcHandle.from_bytes(handle)) as mapping:
+            self._on_vllms_workers(_reload, mapping.tensor, parts)
+            self.device.synchronize()
+
     def transfer(self, method: str, argument: Any = None) -> None:
         """Call vLLM's own back end ``ipc`` on its worker's side."""
         self._on_vllms_workers(_transfer, method, argument)
@@ -97,6 +115,22 @@ def _bare(worker: Any, tag: str) -> tuple[float, int]:
 
 def _load(worker: Any, name: str, tensor: Tensor) -> None:
     worker.model_runner.get_model().load_weights([(name, tensor)])
+
+
+def _reload(worker: Any, values: Tensor, parts: Parts) -> None:
+    model = worker.model_runner.get_model()
+    if getattr(worker, "_rlcore_reload", None) is None:
+        worker._rlcore_reload = contextlib.ExitStack()
+        worker._rlcore_reload.enter_context(versions.reloading(model, worker.vllm_config))
+    sizes = [math.prod(shape) for _, shape in parts]
+    # Copies: vLLM keeps what it is given until a layer is whole.
+    each = zip(parts, values[: sum(sizes)].split(sizes), strict=True)  # type: ignore[no-untyped-call]
+    model.load_weights([(name, part.view(shape).clone()) for (name, shape), part in each])
+
+
+def _end_reload(worker: Any) -> None:
+    worker._rlcore_reload.close()
+    worker._rlcore_reload = None
 
 
 def _transfer(worker: Any, method: str, argument: Any) -> None:

@@ -16,6 +16,9 @@ from rlcore.arguments import did_you_mean
 from rlcore.engines.executors.options import BUILD_OPTIONS
 from rlcore.errors import InvalidInputError, MissingDependencyError
 
+RETURN_EXPERTS = "enable_return_routed_experts"
+"""The argument, of vLLM and of SGLang, with which completions have the experts of their tokens."""
+
 
 def package_folder(name: str, python: str | os.PathLike[str] | None, executor: str) -> Path | None:
     """Return the folder of a package in an environment; None if it is not in the usual place.

@@ -44,6 +44,7 @@ _OWN = {
     "sleep_on_idle": "an idle replica leaves its processor to others",
 }
 """Arguments that the user cannot choose, and why."""
+_FLOAT32 = ("float32", "float")
 _HOST_TOKENS = 1 << 15
 """The size of the KV cache on a host, in tokens: SGLang would take most of the host's memory."""
 
@@ -77,9 +78,16 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
         }
     else:
         arguments |= {"base_gpu_id": device.index, "enable_memory_saver": True}
+        if is_float32(given):
+            arguments["attention_backend"] = "triton"  # FlashAttention, which SGLang would take, has none
     arguments |= given
     arguments["random_seed"] = given.get("random_seed", 0) + context.rank  # else all replicas would draw the same
     return arguments
+
+
+def is_float32(given: Mapping[str, Any]) -> bool:
+    """Tell whether the user asks for a model in float32."""
+    return given.get("dtype") in _FLOAT32
 
 
 def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | None = None) -> None:

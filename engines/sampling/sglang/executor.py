@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.prompts import PromptReader
+from rlcore.engines.sampling.replica.arguments import RETURN_EXPERTS
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import versions
-from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments
+from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments, is_float32
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 from rlcore.engines.sampling.sglang.replica import SglangReplica
@@ -68,7 +69,7 @@ class SglangExecutor(ReplicaExecutor):
             WorkerDiedError: a process that SGLang started has ended.
         """
         self._folder = check_model_folder(path)
-        self.engine_version = versions.prepare(self.device, self._num_shards)
+        self.engine_version = versions.prepare(self.device, self._num_shards, is_float32=is_float32(engine_args))
         arguments = engine_arguments(engine_args, self._folder, self.context)
         self._reader = reader = PromptReader(self._folder, None, "context_length")
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process
@@ -87,6 +88,8 @@ class SglangExecutor(ReplicaExecutor):
         )
         self._replica = SglangReplica(self._thread, self._calls, processes, reader, arguments["random_seed"])
         reader.max_positions = self._call(SglangShard.limit)[0]
+        if engine_args.get(RETURN_EXPERTS):
+            self._replica.num_routed_layers = self._call(SglangShard.num_layers)[0]
         if engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder
             self._prove_reload(path)
         if self._host_memory is not None:

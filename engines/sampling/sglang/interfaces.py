@@ -64,6 +64,7 @@ class SglangModelConfig(Protocol):
 
     model_path: str
     dtype: Any
+    num_hidden_layers: int
     hf_eos_token_id: set[int] | None
 
 

@@ -52,6 +52,8 @@ class SglangReplica:
         self._reader = reader
         self._seeds = torch.Generator().manual_seed(seed)
         self._jobs = Jobs(reader)
+        self.num_routed_layers = 0
+        """The layers for which completions have the experts of their tokens."""
         self._ended_in: dict[str, int] = {}
         """The version that made the last tokens of samples which ended before the weights changed."""
         self._version = 0
@@ -240,7 +242,11 @@ class SglangReplica:
         sample.add(output["output_ids"], [float(logprob) for logprob, *_ in about["output_token_logprobs"]])
         sample.close_span(self._ended_in.pop(name, self._version))
         completion = self._reader.completion(
-            sample.token_ids, sample.logprobs, is_stopped=reason == "stop", spans=tuple(sample.spans)
+            sample.token_ids,
+            sample.logprobs,
+            is_stopped=reason == "stop",
+            spans=tuple(sample.spans),
+            routed_experts=versions.routed_experts(about, self.num_routed_layers) if self.num_routed_layers else None,
         )
         self._jobs.end(name, completion)
         self._num_ended += self._jobs.is_waited_for(sample.job.number)
@@ -255,7 +261,9 @@ class SglangReplica:
                 sample = RunningSample(job, index)
                 with self._changed:
                     self._jobs.samples[name] = sample
-                request = versions.generate_request(name, job.token_ids, request_params(one, stops, key))
+                request = versions.generate_request(
+                    name, job.token_ids, request_params(one, stops, key), returns_experts=bool(self.num_routed_layers)
+                )
                 self._thread.begin(self._sample(name, sample, request))
 
     def _keys(self, token_ids: Sequence[int], params: SamplingParams) -> list[int]:

@@ -6,7 +6,7 @@ storage in ``engines/offload``; the saver unmaps all of a tag at once, when the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,42 +17,27 @@ from rlcore.device import Device
 from rlcore.engines.offload.storages import bytes_of, distinct_storages
 from rlcore.engines.sampling.replica.addressed_group import AddressedGroup
 from rlcore.engines.sampling.sglang import versions
-from rlcore.errors import DeviceError
 
 
 class Region:
     """All memory under one tag.
 
     Args:
-        sizes: the bytes of each of its storages, by its address.
+        addresses: of its storages.
     """
 
-    def __init__(self, device: Device, tag: str, sizes: Mapping[int, int]) -> None:
-        self._device = device
+    def __init__(self, tag: str, addresses: Collection[int]) -> None:
         self._tag = tag
-        self._sizes = sizes
+        self._addresses = set(addresses)
         self._left: set[int] = set()
         self.is_mapped = True
 
     def leave(self, address: int) -> None:
-        """Give up a storage; the last gives the memory of all to the driver.
-
-        Raises:
-            DeviceError: nothing was given: the saver is not in place in this process.
-        """
+        """Give up a storage; the last gives the memory of all to the driver."""
         self._left.add(address)
-        if self._left != self._sizes.keys():
-            return
-        before = self._device.memory.info().free_bytes
-        versions.memory_saver().pause(self._tag)
-        self.is_mapped = False
-        freed, total = self._device.memory.info().free_bytes - before, sum(self._sizes.values())
-        if freed < total // 2:  # other programs may take some meanwhile
-            raise DeviceError(
-                f"SGLang's {self._tag} on {self._device.name} gave {freed} of {total} bytes to the driver: "
-                "torch_memory_saver was not preloaded, because the loader does not find CUDA's runtime. Add the folder "
-                "of libcudart.so to LD_LIBRARY_PATH before the program starts"
-            )
+        if self._left == self._addresses:
+            versions.memory_saver().pause(self._tag)
+            self.is_mapped = False
 
     def come_back(self, address: int) -> None:
         if not self.is_mapped:
@@ -92,7 +77,11 @@ def _(storage: SavedStorage, start: int, nbytes: int) -> Tensor:
 
 
 class SavedGroup(AddressedGroup):
-    """A tag whose memory is the saver's."""
+    """A tag whose memory is the saver's.
+
+    Raises:
+        DeviceError: as ``versions.require_memory_saver``.
+    """
 
     def __init__(
         self,
@@ -102,8 +91,9 @@ class SavedGroup(AddressedGroup):
         kept: Callable[[], Iterable[Tensor]],
     ) -> None:
         super().__init__(device, tensors, kept)
+        versions.require_memory_saver()
         storages = distinct_storages(tensors())
-        region = Region(device, tag, {storage.data_ptr(): storage.nbytes() for storage in storages})
+        region = Region(tag, {storage.data_ptr() for storage in storages})
         self._saved = [SavedStorage(storage, region) for storage in storages]
 
     def _storages(self) -> list[Any]:

@@ -60,6 +60,10 @@ class SglangShard(ReplicaShard):
         """Return how many tokens a prompt and its completion may have together; SGLang cuts longer ones short."""
         return self._scheduler.max_req_len - 1
 
+    def num_layers(self) -> int:
+        """Return the layers of the model, which routes of tokens are told by."""
+        return versions.num_layers(versions.model_runner(self._scheduler))
+
     def pause(self, keeps_cache: bool) -> None:
         versions.pause(self._scheduler, keeps_cache=keeps_cache)
         self.device.synchronize()

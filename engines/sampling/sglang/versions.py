@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import ctypes
 import os
 import tempfile
 import warnings
@@ -23,7 +25,7 @@ from rlcore.engines.sampling.sglang.interfaces import (
     SglangSamplingInfo,
     SglangScheduler,
 )
-from rlcore.errors import InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
+from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
 
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
 SAMPLER = "pytorch"
@@ -40,11 +42,12 @@ _ENVIRONMENT = {
 }
 
 
-def prepare(device: Device, num_devices: int) -> str:
+def prepare(device: Device, num_devices: int, *, is_float32: bool = False) -> str:
     """Set SGLang's environment and import it; return its version.
 
     Args:
         num_devices: how many devices the replica has.
+        is_float32: the model's dtype is.
 
     Raises:
         MissingDependencyError: SGLang is not installed.
@@ -54,6 +57,8 @@ def prepare(device: Device, num_devices: int) -> str:
         os.environ.setdefault(name, value)
     if num_devices > 1:  # ranks that sample in different orders of rounding would go on with different tokens
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
+    if is_float32:  # else Triton's products are in TF32, which has 10 bits of 23
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if device.spec.is_host:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if num_devices > 1:  # else SGLang wants a NUMA node for each rank
@@ -133,11 +138,30 @@ def _temporary_files_in(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def generate_request(name: str, token_ids: list[int], params: dict[str, Any]) -> Any:
+def generate_request(name: str, token_ids: list[int], params: dict[str, Any], *, returns_experts: bool) -> Any:
     """Return the request of one sample, with the log-probs of its tokens, that answers once, at its end."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    return GenerateReqInput(rid=name, input_ids=token_ids, sampling_params=params, return_logprob=True, stream=False)
+    return GenerateReqInput(
+        rid=name,
+        input_ids=token_ids,
+        sampling_params=params,
+        return_logprob=True,
+        return_routed_experts=returns_experts,
+        stream=False,
+    )
+
+
+def routed_experts(about: Mapping[str, Any], layers: int) -> Tensor:
+    """Return the experts of a completion's tokens, [tokens, layers, experts a token] int16.
+
+    Args:
+        about: what SGLang says of the output.
+        layers: of the model.
+    """
+    found = torch.frombuffer(bytearray(base64.b64decode(about["routed_experts"])), dtype=torch.int32)
+    num_tokens = about["prompt_tokens"] + about["completion_tokens"] - 1  # the last one never ran
+    return found.view(num_tokens, layers, -1).to(torch.int16)
 
 
 # ------------------------------------------------------------------------------------------ a scheduler's process
@@ -165,6 +189,7 @@ def run_scheduler(
     _give_seeds()
     _register_sampler(sample)
     _meet_in(folder)
+    _pin_no_memory_of_hosts()
     schedulers.run_scheduler_process(*arguments, **keywords)
 
 
@@ -219,8 +244,23 @@ def _meet_in(folder: str) -> None:
     torch.distributed.init_process_group = init_process_group
 
 
+def _pin_no_memory_of_hosts() -> None:
+    """Let an engine on a host keep the experts of tokens in plain memory: SGLang would pin it, which takes CUDA."""
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any) -> Tensor:
+        plain: Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+        return plain
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
 def model_runner(scheduler: SglangScheduler) -> SglangModelRunner:
     return scheduler.tp_worker.model_runner
+
+
+def num_layers(runner: SglangModelRunner) -> int:
+    return runner.model_config.num_hidden_layers
 
 
 def forget_stop_tokens(scheduler: SglangScheduler) -> None:
@@ -303,3 +343,16 @@ def memory_saver() -> Any:
     from torch_memory_saver import torch_memory_saver
 
     return torch_memory_saver
+
+
+def require_memory_saver() -> None:
+    """Check that this process allocates by the memory saver, whose library SGLang has the loader of programs preload.
+
+    Raises:
+        DeviceError: the loader did not find what that library needs, and went on without it.
+    """
+    if not hasattr(ctypes.CDLL(None), "tms_pause"):  # names of preloaded libraries are known to all
+        raise DeviceError(
+            "torch_memory_saver was not preloaded, so that offload() could give no memory: the loader does not find "
+            "CUDA's runtime. Add the folder of libcudart.so to LD_LIBRARY_PATH before the program starts"
+        )

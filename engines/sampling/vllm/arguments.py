@@ -35,7 +35,6 @@ _ON_A_HOST = {"enable_chunked_prefill": False}
 in parts, because it winds back the generator of random numbers, which a host's cannot."""
 BATCH_INVARIANT = "batch_invariant"
 """An argument that is an environment variable of vLLM's."""
-RETURN_EXPERTS = "enable_return_routed_experts"
 _KV_SHARE = 0.7
 """Fraction of the device memory that the weights leave free; the rest is for activations and captured graphs."""
 _MOST_HOST_KV_BYTES = 4 << 30

@@ -13,10 +13,11 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader
+from rlcore.engines.sampling.replica.arguments import RETURN_EXPERTS
 from rlcore.engines.sampling.replica.calls import results_of
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.vllm import ascend, versions
-from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, RETURN_EXPERTS, check_arguments, engine_arguments
+from rlcore.engines.sampling.vllm.arguments import BATCH_INVARIANT, check_arguments, engine_arguments
 from rlcore.engines.sampling.vllm.extension import RlcoreWorkerExtension
 from rlcore.engines.sampling.vllm.interfaces import VllmEngine
 from rlcore.engines.sampling.vllm.replica import Replica
@@ -24,6 +25,7 @@ from rlcore.engines.sampling.vllm.shard import TensorParallelShard
 from rlcore.engines.sampling.vllm.worker_processes import vllm_processes
 from rlcore.errors import StateError, UnsupportedError
 from rlcore.image_inputs import ImageInputs
+from rlcore.planned import as_planned
 
 _RPC = RlcoreWorkerExtension.rlcore_call.__name__
 _RENDEZVOUS_S = 600.0
@@ -76,7 +78,7 @@ class VllmExecutor(ReplicaExecutor):
                 "vLLM's build for the CPU records none: in 0.26 its kernel of experts has no place for it, and 0.32 "
                 "does it in a model runner that needs a Triton for CPUs; sample by executor='hf', or on a GPU",
             )
-        self.engine_version = versions.prepare(is_batch_invariant=is_invariant)
+        self.engine_version = versions.prepare(is_batch_invariant=is_invariant, arch=as_planned(self.device).arch)
         versions.check_platform(self.device)
         arguments = engine_arguments(engine_args, self._folder, self.context)
         images = ImageInputs.of_folder(self._folder.path) if self._folder.reads_images else None

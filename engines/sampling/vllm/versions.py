@@ -45,16 +45,23 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
 }
+_PLAIN_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+"""On Hopper vLLM would round the scales of float8 weights to powers of two, and quantise a second time from the first
+result. No kernel needs that there, and a weight sync quantises once."""
+_HOPPER = range(90, 100)
 
 
-def prepare(*, is_batch_invariant: bool = False) -> str:
+def prepare(*, is_batch_invariant: bool = False, arch: int = 0) -> str:
     """Set vLLM's environment and import it; return its version.
+
+    Args:
+        arch: of the device, as ``PlannedDevice`` has it.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
         UnsupportedError: a version that is older than rlcore knows.
     """
-    for name, value in _ENVIRONMENT.items():
+    for name, value in (_ENVIRONMENT | (_PLAIN_SCALES if arch in _HOPPER else {})).items():
         os.environ.setdefault(name, value)
     # The engine core runs in this process: it schedules the same each time, and rlcore decides when it makes a step.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,10 +1,13 @@
-"""A program that measures launcher="ray" beside "process"; it is run by hand, and docs/clusters.md has its numbers.
+"""Programs that measure launcher="ray"; they are run by hand, and docs/clusters.md has their numbers.
 
-    python -m tests.engines.launchers.ray_costs hosts    # root: a call, tensors and a start, over two namespaces
-    python -m tests.engines.launchers.ray_costs scale    # the program's time for a call of 64 to 512 workers
+    python -m tests.engines.launchers.ray_costs hosts RECORD.json    # root: `rlcore bench run workers` on two hosts
+    python -m tests.engines.launchers.ray_costs scale 2 8            # the program's time for calls of 8 to 512 workers
+    python -m tests.engines.launchers.ray_costs sync vllm            # syncs on one device, by "process" and by "ray"
 
-In "scale" agents and Ray are real, and the workers are stand-ins in them that answer at once: what is measured is the
-program that calls them.
+"hosts" makes the two of namespaces (tests/hosts.py), with a Ray cluster over both; the bench runs on the first. In
+"scale" agents, here 2 and then 8, and Ray are real, and the workers are stand-ins in them that answer at once: what is
+measured is the program that calls them; its last table is what follows for more hosts, on paper. "sync" has a trainer
+of Qwen2.5-1.5B's shapes (small ones where the device is a host) and a sampler of the executor that is named.
 """
 
 from __future__ import annotations
@@ -12,45 +15,36 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import rlcore
-from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.bench.cases.models import QWEN_1_5B
+from rlcore.bench.cases.peers.vllm_pair import EnginePair
 from rlcore.engines.launchers.launch import start_workers
+from rlcore.engines.launchers.ray import cluster
 from rlcore.engines.launchers.ray.agent import Agent
+from rlcore.engines.launchers.ray.cluster import connect
 from rlcore.engines.launchers.ray.wire import Opened, Opening, Posted, Said
+from rlcore.registry import get_device
 from tests.engines.launchers.ray_faults import ENVIRONMENT, Cluster
 from tests.engines.launchers.ray_faults_program import ADDRESS
 from tests.hosts import hosts
 
-_TENSOR_BYTES = 256 << 20
-
-
-class Echo:
-    """A worker that answers at once."""
-
-    def __init__(self, context: Any) -> None:
-        self.tensor = torch.zeros(_TENSOR_BYTES, dtype=torch.uint8)
-
-    def echo(self, value: int) -> int:
-        return value
-
-    def take(self, tensor: torch.Tensor) -> int:
-        return len(tensor)
-
-    def give(self) -> torch.Tensor:
-        return self.tensor
-
-    def close(self) -> None:
-        pass
+WORKERS = (8, 64, 512)
+CALLS = {"without arguments": 10, "a batch of 256 KiB for each worker": 2, "one batch of 256 KiB for all": 0}
+"""The calls that are measured, and how many of each a step on paper has."""
+DEVICES_OF_A_HOST = 8
+BATCH_BYTES = 256 << 10
+_IDLE_S = 20.0
 
 
 class StandIn:
@@ -76,119 +70,186 @@ class AgentOfStandIns(Agent):
             self._said.put((Said("result", posted.process, posted.call, answer), []))
 
 
-def seconds_of(call: Callable[[], Any], number: int) -> dict[str, float]:
-    for _ in range(3):
-        call()
-    found = []
-    for _ in range(number):
-        began = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began)
-    return {"median": statistics.median(found), "fastest": min(found)}
+class Worker:
+    """The class of the stand-ins."""
+
+    def take(self, *batch: Any) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
 
 
-def costs(names: list[str], launcher: str) -> dict[str, Any]:
-    """Return seconds of a call, of 256 MiB each way, and of the start of as many workers as there are names."""
-    began = time.perf_counter()
-    group = start_workers(Echo, "the measurement", names, launcher=launcher, timeout_s=600)
-    started_s = time.perf_counter() - began
-    group.stop()
-    group = start_workers(Echo, "the measurement", names[:1], launcher=launcher, timeout_s=600)
-    tensor = torch.zeros(_TENSOR_BYTES, dtype=torch.uint8)
-    ask: Callable[..., Any] = lambda method, *arguments: group.call(method, [(arguments, {})])  # noqa: E731
-    found = {
-        f"start {len(names)}": started_s,
-        "call": seconds_of(lambda: ask("echo", 7), 500),
-        "send 256 MiB": seconds_of(lambda: ask("take", tensor), 8),
-        "receive 256 MiB": seconds_of(lambda: ask("give"), 8),
+class Cost(NamedTuple):
+    """Seconds of the program, for a call of all workers."""
+
+    agents: int
+    workers: int
+    call: str
+    processor: float
+    passed: float
+
+
+def over_two_hosts(record: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch, hosts(2, Path(scratch), also=[record.parent]) as (here, there):
+        Cluster(here, there)
+        bench = ["-m", "rlcore", "bench", "run", "workers", "-o", str(record)]
+        program = here.python(*bench, environment=ENVIRONMENT | {"RAY_ADDRESS": ADDRESS})
+        printed = "".join(program.communicate())
+        sys.exit(printed if program.returncode else None)
+
+
+def scale(numbers_of_agents: list[int]) -> None:
+    costs: list[Cost] = []
+    idle: list[tuple[int, float]] = []
+    for number in numbers_of_agents:
+        found = found_by("agents", str(number))
+        costs += [Cost(*one) for one in found["costs"]]
+        idle.append((number, found["idle"]))
+        print(json.dumps(found), flush=True)
+    print(measured_table(costs))
+    print("\n".join(f"each of {number} agents, no call: {share * 1000:.2f} ms a second" for number, share in idle))
+    print(paper_table(costs, statistics.median(share for _, share in idle)))
+
+
+def found_by(*arguments: str) -> Any:
+    """Return what this program, called with the arguments, has printed: a program has one cluster."""
+    command = [sys.executable, "-m", "tests.engines.launchers.ray_costs", *arguments]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+
+
+def measured_table(costs: list[Cost]) -> str:
+    rows = [f"| processor time of the program, ms | {' | '.join(f'{one} workers' for one in WORKERS)} |"]
+    rows.append("| --- " * (1 + len(WORKERS)) + "|")
+    for agents in dict.fromkeys(one.agents for one in costs):
+        for call in CALLS:
+            found = {one.workers: one.processor for one in costs if (one.agents, one.call) == (agents, call)}
+            cells = [f"{found[one] * 1000:.0f}" if one in found else "" for one in WORKERS]
+            rows.append(f"| {agents} agents: {call} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def paper_table(costs: list[Cost], beat_s: float) -> str:
+    """Return a table of a step over many hosts; each host costs the same, and each worker."""
+    rows = ["| hosts | workers | messages to agents | bytes of batches | processor time | heartbeats |"]
+    rows.append("| --- " * 6 + "|")
+    seconds = {call: each_costs([one for one in costs if one.call == call]) for call in CALLS}
+    for call, (of_host, of_worker) in seconds.items():
+        print(f"{call}: {of_host * 1000:.2f} ms for each host, {of_worker * 1000:.3f} for each worker")
+    for hosts_ in WORKERS:
+        workers = hosts_ * DEVICES_OF_A_HOST
+        spent = sum(CALLS[call] * (hosts_ * one[0] + workers * one[1]) for call, one in seconds.items())
+        sent = CALLS["a batch of 256 KiB for each worker"] * workers * BATCH_BYTES / 2**20
+        cells = [hosts_, workers, hosts_ * sum(CALLS.values()), f"{sent:.0f} MiB", f"{spent:.1f} s"]
+        rows.append(f"| {' | '.join(map(str, cells))} | {hosts_ * beat_s:.3f} of a core |")
+    return "\n".join(rows)
+
+
+def each_costs(costs: list[Cost]) -> tuple[float, float]:
+    """Return the seconds of each host and of each worker that fit the measured ones best, in their ratios."""
+    both = np.array([[one.agents, one.workers] for one in costs]) / np.array([[one.processor] for one in costs])
+    of_host, of_worker = np.linalg.lstsq(both, np.ones(len(costs)))[0]
+    return max(0.0, float(of_host)), max(0.0, float(of_worker))
+
+
+def agents(number: int) -> None:
+    """Measure with so many agents, and print what was found."""
+    names = [f"host-{index}" for index in range(number)]
+    cluster_of(names)
+    without = idle_share()
+    connect().links(names)
+    found: dict[str, Any] = {"idle": (idle_share() - without) / number, "costs": []}
+    for workers in WORKERS:
+        if workers >= number:
+            found["costs"] += of_calls(names, workers // number)
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def idle_share() -> float:
+    """Return the processor's seconds of this program in a second, while it does nothing."""
+    began = time.process_time()
+    time.sleep(_IDLE_S)
+    return (time.process_time() - began) / _IDLE_S
+
+
+def cluster_of(names: list[str]) -> None:
+    """Start a cluster in which this host has all of these names."""
+    real = cluster.hosts_of
+
+    def many(nodes: Any) -> Any:
+        ((host, node),) = real(nodes)
+        return [(type(host)(name=name, address=host.address, counts={"cpu": 512}, labels={}), node) for name in names]
+
+    cluster.Agent, cluster.hosts_of = AgentOfStandIns, many  # type: ignore[misc]
+    rlcore.init(launcher="ray")
+    connect()
+
+
+def of_calls(names: list[str], on_each: int) -> list[Cost]:
+    """Measure calls of so many workers on each host."""
+    devices = [f"{name}/cpu:{index}" for name in names for index in range(on_each)]
+    group = start_workers(Worker, "the measurement", devices, launcher="ray", timeout_s=600)
+    batch = [torch.zeros(BATCH_BYTES // 4 // 4) for _ in range(4)]
+    arguments = {
+        "without arguments": [() for _ in devices],
+        "a batch of 256 KiB for each worker": [tuple(tensor.clone() for tensor in batch) for _ in devices],
+        "one batch of 256 KiB for all": [tuple(batch) for _ in devices],
     }
+    found = []
+    for call, of_workers in arguments.items():
+        processor, passed = seconds_of(lambda of=of_workers: group.call("take", [(one, {}) for one in of]))  # type: ignore[misc]
+        found.append(Cost(len(names), len(devices), call, processor, passed))
     group.stop()
     return found
 
 
-def program(out: str) -> None:
-    rlcore.init(address=ADDRESS)
-    found = {"process": costs([f"cpu:{index}" for index in range(4)], "process")}
-    for host in ("host-a", "host-b"):
-        costs([f"{host}/cpu:0"], "ray")  # its agent starts
-        found[host] = costs([f"{host}/cpu:{index}" for index in range(4)], "ray")
-    Path(out).write_text(json.dumps(found))
-
-
-def over_two_hosts() -> None:
-    with tempfile.TemporaryDirectory() as scratch, hosts(2, Path(scratch)) as (here, there):
-        Cluster(here, there)
-        out = Path(scratch, "found.json")
-        running = here.python("-m", "tests.engines.launchers.ray_costs", "program", str(out), environment=ENVIRONMENT)
-        _, errors = running.communicate(timeout=1800)
-        assert out.exists(), errors[-3000:]
-        for launcher, found in json.loads(out.read_text()).items():
-            print(launcher, json.dumps(found))
-
-
-def scale(num_agents: int) -> None:
-    """Measure a call of 64 to 512 workers of some agents: the program's processor time, and the seconds that pass."""
-    from rlcore.engines.launchers.ray import cluster
-
-    real = cluster.hosts_of
-
-    def many(nodes: Any) -> Any:  # as many hosts, all on this one
-        ((host, node),) = real(nodes)
-        return [(rlcore_host(host, f"host-{index}"), node) for index in range(num_agents)]
-
-    cluster.Agent, cluster.hosts_of = AgentOfStandIns, many  # type: ignore[misc]
-    rlcore.init(launcher="ray")
-    began = time.perf_counter()
-    cluster.connect().links([f"host-{index}" for index in range(num_agents)])
-    print(f"{num_agents} agents started in {time.perf_counter() - began:.1f} s", flush=True)
-    idle = time.process_time()
-    time.sleep(20)
-    print(f"heartbeats of {num_agents} agents: {(time.process_time() - idle) / 20 * 1000:.1f} ms a second", flush=True)
-    tokens = torch.zeros(16 * 1024)
-    batch = {name: tokens.clone() for name in ("input_ids", "old_logprobs", "advantages", "ref_logprobs")}
-    for number in (8, 64, 512):
-        names = [f"host-{index}/cpu:{one}" for index in range(num_agents) for one in range(number // num_agents)]
-        began = time.perf_counter()
-        group = start_workers(Echo, "the measurement", names, launcher="ray", timeout_s=600)
-        print(f"{len(names)} workers opened and started in {time.perf_counter() - began:.2f} s", flush=True)
-        own = [(({name: tensor.clone() for name, tensor in batch.items()},), {}) for _ in names]
-        for what, calls in (
-            ("no arguments", [((), {})] * number),
-            ("256 KiB each", own),
-            ("the same 256 KiB", [((batch,), {})] * number),
-        ):
-            report(group, f"{len(names)} workers, {what}", calls)
-        group.stop()
-    os._exit(0)
-
-
-def rlcore_host(host: Any, name: str) -> Any:
-    return type(host)(name=name, address=host.address, counts={"cpu": 512}, labels={})
-
-
-def report(group: WorkerGroup, what: str, calls: list[Any]) -> None:
-    call = lambda: group.call("echo", calls)  # noqa: E731
-    call()
-    walls, processor, number = [], time.process_time(), 10
+def seconds_of(call: Callable[[], Any], number: int = 10) -> tuple[float, float]:
+    """Return the processor's seconds of one call, and the median of those that pass."""
+    assert set(call()) == {7}
+    passed, processor = [], time.process_time()
     for _ in range(number):
         began = time.perf_counter()
         call()
-        walls.append(time.perf_counter() - began)
-    processor = (time.process_time() - processor) / number
-    print(
-        f"{what}: {processor * 1000:.0f} ms of the processor, {statistics.median(walls) * 1000:.0f} ms pass "
-        f"(fastest {min(walls) * 1000:.0f}), {threading.active_count()} threads",
-        flush=True,
-    )
+        passed.append(time.perf_counter() - began)
+    return (time.process_time() - processor) / number, statistics.median(passed)
+
+
+def sync(executor: str) -> None:
+    """Print the seconds of syncs by each launcher."""
+    for launcher in ("process", "ray"):
+        print(launcher, json.dumps(found_by("sync-by", launcher, executor)), flush=True)
+
+
+def sync_by(launcher: str, executor: str) -> None:
+    rlcore.init(launcher=launcher)
+    pair = EnginePair(QWEN_1_5B, get_device(), executor)
+    of_vllm = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 1 << 30}
+    pair.train.build(dtype="bfloat16", timeout_s=300)
+    options = of_vllm if executor == "vllm" else {}
+    pair.infer.build(colocate_with=pair.train, dtype="bfloat16", timeout_s=300, **options)
+    pair.sync_first()
+    found = []
+    for _ in range(20):
+        pair.step()
+        found.append(pair.train.sync_weights(pair.infer))
+    seconds = [report.seconds for report in found]
+    pair.close()
+    told = {"route": found[-1].route, "nbytes": pair.nbytes, "first_s": pair.first_s, "device": get_device().name}
+    print(json.dumps(told | {"median_s": statistics.median(seconds), "fastest_s": min(seconds)}))
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["hosts"]:
-            over_two_hosts()
-        case ["program", out]:
-            program(out)
-        case ["scale", *number]:
-            scale(int(number[0]) if number else 2)
+        case ["hosts", record]:
+            over_two_hosts(Path(record).resolve())
+        case ["scale", *numbers] if numbers:
+            scale([int(number) for number in numbers])
+        case ["sync", executor]:
+            sync(executor)
+        case ["sync-by", launcher, executor]:
+            sync_by(launcher, executor)
+        case ["agents", number]:
+            agents(int(number))
         case _:
             sys.exit(__doc__)

@@ -6,7 +6,8 @@
 The hosts are Linux namespaces (tests/hosts.py). The program on the first (ray_faults_program.py) trains over both and
 syncs to a sampler. At a random moment of a step a process is killed or stopped, or the link is cut or slow. After each
 fault this must hold: the step has ended with an error of rlcore, or well; of what has failed no process is left on any
-host; the engines, restarted, have whole weights, the same in trainer and samplers.
+host; the engines, restarted, have whole weights, the same in trainer and samplers. Where the head of the cluster ends,
+by a fault or because Ray aborts it, Ray ends the program a minute later: nothing may be left then.
 
 To import torch is most of what a fault would cost: the program and the workers are forks of processes that have
 imported it (tests/warm.py). A fault that breaks a promise is written down, and new hosts are made for the next.
@@ -39,7 +40,7 @@ from tests.engines.launchers.warm_ray import pythons_of
 from tests.hosts import Host, hosts
 
 FAULTS = (
-    *("kill worker", "stop worker", "kill agent", "stop agent", "kill raylet", "kill store actor"),
+    *("kill worker", "stop worker", "kill agent", "stop agent", "kill raylet", "kill head", "kill store actor"),
     *("cut link", "slow link", "kill program", "interrupt program"),
 )
 STEPS = ("train", "sync", "generate", "restart")
@@ -55,8 +56,14 @@ ENVIRONMENT = {
 }
 LONGEST_S = 250.0
 """The longest that a step may go on after its fault; it makes a few calls."""
+START_S = 100.0
+"""How long Ray's own start may take."""
 GONE_S = 40.0
 """How long what has failed may take to end: an agent that is cut off notices it after 13 s, its watchdog after 15 s."""
+
+
+class HeadEndedError(Exception):
+    """The head of the cluster, Ray's gcs_server, has ended."""
 
 
 class Cluster:
@@ -69,7 +76,7 @@ class Cluster:
     def __init__(self, here: Host, there: Host, pythons: Mapping[str, str] | None = None) -> None:
         self.hosts = {here.name: here, there.name: there}
         self.pythons = pythons or {}
-        self._there = there
+        self._here, self._there = here, there
         self._start(here, "--head", "--include-dashboard=false")
         self._of_there = self._start(there, f"--address={ADDRESS}")
 
@@ -80,11 +87,16 @@ class Cluster:
         for _ in range(5):  # Ray gives its own start 30 s, which a busy machine may not keep
             program = host.start([*ray, *named, *options], environment=ENVIRONMENT)
             assert program.stdout is not None
+            limit = threading.Timer(START_S, program.kill)
+            limit.start()
             for line in program.stdout:
                 if "Ray runtime started" in line:
+                    limit.cancel()
                     return program
             self._end(host)
-        raise AssertionError(program.communicate()[1])
+            if host is self._there:
+                self.look_for_head()
+        raise AssertionError(f"Ray does not start on {host.name}: {program.communicate()[1]}")
 
     def _end(self, host: Host) -> None:
         for process in processes(
@@ -92,9 +104,14 @@ class Cluster:
         ):
             process.send(signal.SIGKILL)
 
+    def look_for_head(self) -> None:
+        if not processes(self._here, "/gcs_server "):
+            raise HeadEndedError
+
     def start_again(self) -> None:
         """Start Ray on the second host again, after all of it has ended."""
         self._end(self._there)
+        self.look_for_head()
         self._of_there.kill()
         self._of_there = self._start(self._there, f"--address={ADDRESS}")
 
@@ -173,6 +190,7 @@ class Round:
         deadline = time.monotonic() + longest_s
         while not self.folder.has(name):
             if self.program.poll() is not None:
+                self.cluster.look_for_head()
                 raise AssertionError(f"the program has ended before {name}: {self.program.communicate()[1][-3000:]}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"hang: {name} did not come within {longest_s:g} s: {self.stacks()}")
@@ -195,17 +213,25 @@ class Round:
             after: dict[str, Any] = {"agents": []}
         else:
             result = self.wait(f"result-{number}", LONGEST_S)
-            self.heal(fault)
-            self.folder.say(f"healed-{number}")
-            after = self.wait(f"end-{number}", 300)
+            try:
+                self.heal(fault)
+                self.folder.say(f"healed-{number}")
+                after = self.wait(f"end-{number}", 300)
+            except HeadEndedError:
+                self.wait_for_end()
+                after = {"agents": []}
+                result["has_head_ended"] = True
         kept = [tuple(one) for kind in after.values() for one in kind]
         gone_s = self.check_gone({key: one for key, one in watched.items() if key not in kept}, after["agents"])
         return {"step": step, "struck": struck, **result, "gone_s": gone_s}
 
     def watched(self, at: dict[str, list[list[Any]]]) -> dict[tuple[str, int], int]:
         """Return a descriptor of each worker and agent, by its host and process id there."""
-        wanted = [one for kind in at.values() for one in kind]
-        return {(name, one.own_pid): os.pidfd_open(one.pid) for name, one in self.named(wanted)}
+        found = {}
+        for name, one in self.named([one for kind in at.values() for one in kind]):
+            with contextlib.suppress(ProcessLookupError):  # a restart has just ended it
+                found[name, one.own_pid] = os.pidfd_open(one.pid)
+        return found
 
     def wait_for_end(self) -> None:
         try:
@@ -231,6 +257,9 @@ class Round:
                 return name
             case "raylet":
                 processes(there, "/core/src/ray/raylet/raylet ")[0].send(how)
+            case "head":
+                processes(here, "/gcs_server ")[0].send(how)
+                return here.name
             case "store actor":
                 processes(here, "ray::StoreActor")[0].send(how)
                 return here.name
@@ -256,6 +285,7 @@ class Round:
         if fault in ("cut link", "kill raylet"):
             there.mend()
             self.cluster.start_again()
+        self.cluster.look_for_head()
 
     def check_gone(self, watched: dict[tuple[str, int], int], agents: list[list[Any]]) -> float:
         """Wait until these have ended, and all that any other agent's workers have started; return the seconds."""
@@ -296,7 +326,8 @@ def faults(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             cluster = Cluster(here, there, pythons_of([here, there], Path(scratch), ENVIRONMENT))
             round_: Round | None = None
             found: dict[str, Any] = {"is_kept": True}
-            while number < options.faults and time.monotonic() < deadline and found["is_kept"]:
+            has_head = True
+            while number < options.faults and time.monotonic() < deadline and found["is_kept"] and has_head:
                 fault, began = cards.take(), time.monotonic()
                 found = {"seed": options.seed, "number": number, "fault": fault, "is_kept": True}
                 stalls.take()
@@ -307,6 +338,7 @@ def faults(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     found |= {"is_kept": False, "broken": f"{type(error).__name__}: {error}"}
                 yield found | {"all_s": time.monotonic() - began, "longest_stall_s": stalls.take()}
                 round_ = None if fault.endswith("program") else round_
+                has_head = not found.get("has_head_ended")
                 number += 1
 
 

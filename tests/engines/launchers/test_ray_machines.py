@@ -213,20 +213,34 @@ def test_a_trainer_over_three_machines_gives_its_samplers_there_what_has_changed
     assert found["alone"] == found["served"][1][0], "those that a whole sync, held against the engine's loader, brings"
 
 
-def test_a_machine_that_is_cut_off_is_lost_within_seconds_and_ends_its_workers(run: Any, tmp_path: Path) -> None:
-    def cut(there: Host) -> None:
-        note, deadline = tmp_path / "host-b.pid", time.monotonic() + LIMIT_S
-        while not (note.exists() and note.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        is_there = f"test -d /proc/{note.read_text()} && echo yes || echo no"
+@pytest.mark.parametrize("how", ["cut off", "stopped"])
+def test_a_machine_that_does_not_answer_is_lost_within_seconds_and_ends_its_workers(
+    run: Any, tmp_path: Path, how: str
+) -> None:
+    def lose(there: Host) -> None:
+        pid = wait_for(tmp_path / "host-b.pid").read_text()
+        is_there = f"test -d /proc/{pid} && echo yes || echo no"
         assert there.run(is_there) == "yes\n"
-        there.cut()
+        if how == "cut off":
+            there.cut()
+        else:
+            there.run("kill -STOP -1")  # all of its processes
+            wait_for(tmp_path / "found.json")
+            there.run("kill -CONT -1")
+        deadline = time.monotonic() + LIMIT_S
         while there.run(is_there) == "yes\n":  # its agent hears nothing of the program any more
-            assert time.monotonic() < deadline, "a worker is left on the machine that is cut off"
+            assert time.monotonic() < deadline, f"a worker is left on the machine that was {how}"
             time.sleep(0.1)
 
-    found = run(LOST, cut)
+    found = run(LOST, lose)
     assert found["kind"] == "WorkerDiedError"
     assert "rank 1 (host-b/cpu:0) was lost with its host host-b (it did not answer for 12 s)" in found["text"]
     assert found["seconds"] < 60, "Ray itself takes 64 s"
+
+
+def wait_for(file: Path) -> Path:
+    deadline = time.monotonic() + LIMIT_S
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline, f"{file.name} has not come"
+        time.sleep(0.1)
+    return file

@@ -29,7 +29,7 @@ from rlcore.engines.launchers.ray import heartbeat, watchdog, wire
 from rlcore.engines.launchers.ray import link as link_module
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
-from rlcore.engines.launchers.ray.cluster import Cluster, _start_local, set_local_variables
+from rlcore.engines.launchers.ray.cluster import Cluster, _agent_actor, _start_local, set_local_variables
 from rlcore.engines.launchers.ray.heartbeat import (
     ANSWER_S,
     BEAT_S,
@@ -272,6 +272,25 @@ def test_an_agent_that_ray_ends_for_want_of_memory_says_what_to_do() -> None:
     told = _error_name(str(ErrorType.OUT_OF_MEMORY).encode())
     assert told.startswith("OUT_OF_MEMORY: Ray ended it") and "RAY_memory_monitor_refresh_ms=0" in told
     assert _error_name(str(ErrorType.ACTOR_DIED).encode()) == "ACTOR_DIED"
+
+
+@pytest.mark.ray
+def test_an_agent_takes_the_accelerators_of_its_host_sees_all_of_them_and_is_never_started_again() -> None:
+    pytest.importorskip("ray")
+    asked: dict[str, Any] = {}
+
+    def options(**given: Any) -> Any:
+        asked.update(given)
+        return SimpleNamespace(remote=lambda: "the actor")
+
+    ray = SimpleNamespace(remote=lambda kind: SimpleNamespace(options=options))
+    node = {"NodeID": "ab" * 28, "Resources": {"CPU": 64.0, "GPU": 8.0, "NPU": 16.0}}
+    assert _agent_actor(ray, node) == "the actor"
+    assert (asked["num_cpus"], asked["num_gpus"], asked["resources"]) == (0, 8.0, {"NPU": 16.0})
+    variables = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+    assert [asked["runtime_env"]["env_vars"][f"RAY_EXPERIMENTAL_NOSET_{name}"] for name in variables] == ["1", "1"]
+    assert (asked["max_restarts"], asked["max_task_retries"]) == (0, 0)
+    assert (asked["scheduling_strategy"].node_id, asked["scheduling_strategy"].soft) == (node["NodeID"], False)
 
 
 def test_a_host_without_tokens_or_of_another_version_is_refused() -> None:

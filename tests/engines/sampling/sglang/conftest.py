@@ -13,8 +13,10 @@ import rlcore
 from rlcore.conformance.tiny_model import policy
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256}
-ENGINE = {"dtype": "float32", "max_total_tokens": 2048, "timeout_s": 280}
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu:0"
+ENGINE = {"dtype": "float32", "max_total_tokens": 2048, "timeout_s": 280}
+if torch.cuda.is_available():
+    ENGINE |= {"attention_backend": "triton"}  # the wheel of FlashAttention is large and may be left out
 
 WriteModel = Callable[..., Path]
 

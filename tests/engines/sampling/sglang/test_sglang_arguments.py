@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import rlcore
 from rlcore.engines.launchers.worker import WorkerContext
-from rlcore.engines.sampling.sglang import arguments
+from rlcore.engines.sampling.sglang import arguments, versions
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
+from rlcore.registry import get_device
 
 FOLDER: Any = SimpleNamespace(path="model")
 
@@ -66,3 +70,27 @@ def test_each_replica_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPat
         assert (made["tp_size"], made["device"], made["max_total_tokens"]) == (2, "cpu", 99)
         found.append(made["random_seed"])
     assert found == [7, 8, 9]
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [("float32", "triton"), ("float", "triton"), ("bfloat16", None)])
+def test_float32_on_a_gpu_gets_attention_that_has_it(
+    dtype: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)
+    gpu: Any = SimpleNamespace(
+        rank=0,
+        devices=("cuda:0",),
+        device=SimpleNamespace(torch_device=torch.device("cuda:0"), index=0, spec=SimpleNamespace(is_host=False)),
+    )
+    assert arguments.engine_arguments({"dtype": dtype}, FOLDER, gpu).get("attention_backend") == backend
+    given = {"dtype": dtype, "attention_backend": "flex_attention"}
+    assert arguments.engine_arguments(given, FOLDER, gpu)["attention_backend"] == "flex_attention"
+
+
+@pytest.mark.parametrize("is_float32", [True, False])
+def test_float32_means_float32_in_products_of_triton(is_float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "check_version", lambda version: None)
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.17"))  # type: ignore[arg-type]
+    monkeypatch.setattr(os, "environ", {})
+    versions.prepare(get_device("cpu"), 1, is_float32=is_float32)
+    assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if is_float32 else None)

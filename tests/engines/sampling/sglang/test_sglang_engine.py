@@ -19,6 +19,7 @@ import torch
 import rlcore
 from rlcore.conformance.ends import Belongings, descendants
 from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError, WorkerDiedError
+from tests.accuracy import assert_as_accurate
 from tests.model_rounding import logprob_rounding
 
 from .conftest import DEVICE, SHAPE, WriteModel
@@ -61,36 +62,54 @@ def commands(engine: rlcore.InferenceEngine) -> dict[int, bytes]:
     return found
 
 
-def largest_gap(engine: rlcore.InferenceEngine, folder: Path, **params: Any) -> float:
-    """Return the largest difference between the engine's log-probs and those that transformers computes."""
+def assert_as_transformers(engine: rlcore.InferenceEngine, folder: Path, dtype: str = "float32", **params: Any) -> None:
+    """The engine's log-probs are those of transformers, up to what rounding does in ``dtype``."""
+    outputs = engine.generate(PROMPTS, FREE | params)
+    sequences = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
+    found = torch.tensor([logprob for output in outputs for logprob in output.outputs[0].logprobs])
+    plain = model_of(folder, dtype)
+    reference = plain_logprobs(plain, sequences, params.get("temperature", 1.0))
+    if dtype == "float32":
+        assert (found - reference).abs().max() < logprob_rounding(folder, num_tokens=16)
+    else:
+        exact = plain_logprobs(plain.double(), sequences, params.get("temperature", 1.0))
+        assert_as_accurate(found, reference, exact, what="log-probs")
+
+
+def model_of(folder: Path, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
-    gaps = []
-    for output in engine.generate(PROMPTS, FREE | params):
-        (completion,) = output.outputs
-        ids = torch.tensor([output.prompt_token_ids + completion.token_ids], device=DEVICE)
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(output.prompt_token_ids) - 1 : -1].float()
-        expected = (logits / params.get("temperature", 1.0)).log_softmax(-1)
-        chosen = expected.gather(1, ids[0, len(output.prompt_token_ids) :, None]).squeeze(1).cpu()
-        gaps.append((chosen - torch.tensor(completion.logprobs)).abs().max().item())
-    return max(gaps)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), experts_implementation="eager")
+    return model.to(DEVICE)
 
 
+@torch.no_grad()
+def plain_logprobs(model: Any, sequences: list[tuple[list[int], list[int]]], temperature: float) -> torch.Tensor:
+    """Return the log-probs of all completions' tokens, by prompt and completion."""
+    found = []
+    for prompt, completion in sequences:
+        ids = torch.tensor([prompt + completion], device=DEVICE)
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+        found.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("config", MODELS)
 def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
-    config: str, write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
+    config: str, dtype: str, write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
 ) -> None:
     first, second = (write_model(config, seed=seed, **MODELS[config]) for seed in (0, 1))
-    with build_sglang(first) as infer, build_train(second) as train:
+    with build_sglang(first, dtype=dtype) as infer, build_train(second, dtype=dtype) as train:
         for temperature in (0.7, 1.0, 1.3):
-            assert largest_gap(infer, first, temperature=temperature) < logprob_rounding(first, num_tokens=16)
+            assert_as_transformers(infer, first, dtype, temperature=temperature)
         report = train.sync_weights(infer, verify=True)
-        assert report.fallback_bytes == 4 * SHAPE["hidden_size"] * LOADED_NORMS.get(config, 0), "the rest is by plan"
-        assert largest_gap(infer, second) < logprob_rounding(second, num_tokens=16)
+        by_loader = getattr(torch, dtype).itemsize * SHAPE["hidden_size"] * LOADED_NORMS.get(config, 0)
+        assert report.fallback_bytes == by_loader, "the rest is by plan"
+        assert_as_transformers(infer, second, dtype)
         lose_nothing(infer)
-        assert largest_gap(infer, second) < logprob_rounding(second, num_tokens=16)
+        assert_as_transformers(infer, second, dtype)
 
 
 def lose_nothing(engine: rlcore.InferenceEngine) -> None:
@@ -123,6 +142,29 @@ def test_large_tensors_and_captured_graphs_lose_nothing(
     folder = write_model(**shape, vocab_size=152064, num_hidden_layers=4)
     with build_sglang(folder, dtype="bfloat16", max_total_tokens=1 << 20) as infer:
         lose_nothing(infer)
+        free = torch.cuda.mem_get_info()[0]
+        moved = sum(one.freed_device_bytes for reports in infer.offload().values() for one in reports)
+        assert moved > 8 << 30
+        assert torch.cuda.mem_get_info()[0] - free > moved - (1 << 28), "the driver has it again"
+
+
+def test_completions_have_the_experts_that_transformers_chooses(
+    write_model: WriteModel, build_sglang: Callable[..., Any]
+) -> None:
+    """Of a second request with the same beginning too, whose first tokens are in the prefix cache."""
+    folder = write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"])
+    model = model_of(folder, "float32")
+    with build_sglang(folder, enable_return_routed_experts=True) as infer:
+        for outputs in (infer.generate(PROMPTS, FREE | {"n": 2}), infer.generate(PROMPTS, FREE | {"max_tokens": 3})):
+            for output in outputs:
+                for completion in output.outputs:
+                    ids = torch.tensor([output.prompt_token_ids + completion.token_ids[:-1]], device=DEVICE)
+                    with torch.no_grad():
+                        scores = model(ids, output_router_logits=True).router_logits
+                    chosen = torch.stack([layer.topk(2).indices for layer in scores], 1).cpu()
+                    found = completion.routed_experts
+                    assert found is not None and found.dtype == torch.int16
+                    assert found.sort(-1).values.tolist() == chosen.sort(-1).values.tolist()
 
 
 def write_two_ranks(write_model: WriteModel, seed: int = 0) -> Path:
@@ -145,7 +187,7 @@ def two_ranks(two_ranks_folder: Path, build_sglang: Callable[..., Any]) -> Itera
 
 
 def test_they_sample_what_transformers_says(two_ranks: Any, two_ranks_folder: Path) -> None:
-    assert largest_gap(two_ranks, two_ranks_folder) < logprob_rounding(two_ranks_folder, num_tokens=16)
+    assert_as_transformers(two_ranks, two_ranks_folder)
     one, again = (two_ranks.generate(PROMPTS, FREE)[0].outputs[0].token_ids for _ in range(2))
     assert one == again
 
@@ -158,7 +200,7 @@ def test_each_gets_its_shards(
     with build_train(other) as train:
         report = train.sync_weights(two_ranks, route=route, verify=True)
     assert report.fallback_bytes == 0
-    assert largest_gap(two_ranks, other) < logprob_rounding(other, num_tokens=16)
+    assert_as_transformers(two_ranks, other)
 
 
 def test_nothing_listens_beyond_this_host(two_ranks: Any) -> None:

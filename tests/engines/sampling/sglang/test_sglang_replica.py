@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.completion import VersionSpan
@@ -34,6 +36,8 @@ class Sglang:
         self._loop = asyncio.get_event_loop()
         self.requests: dict[str, Any] = {}
         self.tokenizer_manager: Any = self
+        self.about: dict[str, Any] = {}
+        """What it says of each output besides."""
 
     async def generate_request(self, request: Any) -> AsyncGenerator[Any, None]:
         self.requests[request.rid], self.tokens[request.rid] = request, []
@@ -53,7 +57,8 @@ class Sglang:
         """End a request in the schedulers; return what brings its output."""
         output = {
             "output_ids": self.tokens[name],
-            "meta_info": {
+            "meta_info": self.about
+            | {
                 "finish_reason": {"type": reason},
                 "output_token_logprobs": [(logprob, token, None) for token in self.tokens[name]],
             },
@@ -102,8 +107,8 @@ class Made:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
-    def request(name: str, token_ids: list[int], params: dict[str, Any]) -> Any:
-        return SimpleNamespace(rid=name, input_ids=token_ids, params=params)
+    def request(name: str, token_ids: list[int], params: dict[str, Any], *, returns_experts: bool) -> Any:
+        return SimpleNamespace(rid=name, input_ids=token_ids, params=params, returns_experts=returns_experts)
 
     monkeypatch.setattr(module.versions, "generate_request", request)
     thread = EngineThread(Sglang)  # type: ignore[arg-type]
@@ -153,6 +158,26 @@ def test_a_pause_that_keeps_requests_keeps_their_caches(made: Made) -> None:
     assert "go_on" not in dict(made.sglang.calls), "the weight sync still holds it"
     made.replica.release("a weight sync")
     assert made.sglang.calls[-1] == ("go_on", ())
+
+
+def test_completions_have_routes_where_the_engine_returns_them(made: Made) -> None:
+    """SGLang sends them as base64 of int32, without a shape."""
+    made.submit()
+    assert not made.sglang.requests["0-0."].returns_experts
+    made.replica.num_routed_layers = 2
+    made.replica.submit([7], [[5, 6]], [SamplingParams()], 0)
+    made.until(lambda: "7-0." in made.sglang.requests)
+    assert made.sglang.requests["7-0."].returns_experts
+    made.sglang.tokens["7-0."] = [8, 9]
+    routes = torch.arange(3 * 2 * 4, dtype=torch.int32).view(3, 2, 4)
+    made.sglang.about = {
+        "routed_experts": base64.b64encode(routes.numpy().tobytes()).decode(),
+        "prompt_tokens": 2,
+        "completion_tokens": 2,
+    }
+    made.sglang.end("7-0.")
+    found = made.replica.collect(5.0)[7].outputs[0].routed_experts
+    assert found is not None and torch.equal(found, routes.to(torch.int16))
 
 
 def test_an_abort_reaches_no_other_request(made: Made) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +18,10 @@ class Saver:
     """Memory that is lost while a tag is away, at addresses that stay."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors, self.calls, self.free_bytes = tensors, list[str](), 1 << 40
-        self.gives = True
+        self.tensors, self.calls = tensors, list[str]()
 
     def pause(self, tag: str) -> None:
         self.calls.append(f"pause {tag}")
-        self.free_bytes += sum(tensor.nbytes for tensor in self.tensors) * self.gives
         for tensor in self.tensors:
             ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
 
@@ -45,19 +40,11 @@ def table() -> Tensor:
 
 
 @pytest.fixture
-def saver(monkeypatch: pytest.MonkeyPatch, weights: list[Tensor], table: Tensor) -> Iterator[Saver]:
+def saver(monkeypatch: pytest.MonkeyPatch, weights: list[Tensor], table: Tensor) -> Saver:
     made = Saver([*weights, table])
     monkeypatch.setattr(saved_memory.versions, "memory_saver", lambda: made)
-    memory = get_device("cpu").memory
-    real = memory.info
-
-    def info() -> Any:
-        found = real()
-        return SimpleNamespace(free_bytes=made.free_bytes, total_bytes=found.total_bytes)
-
-    monkeypatch.setattr(memory, "info", info)
-    yield made
-    made.gives = True
+    monkeypatch.setattr(saved_memory.versions, "require_memory_saver", lambda: None)
+    return made
 
 
 def test_weights_leave_as_one_and_come_back_where_they_were(saver: Saver, weights: list[Tensor], table: Tensor) -> None:
@@ -83,8 +70,6 @@ def test_a_release_copies_nothing_but_what_no_sync_brings(saver: Saver, weights:
     assert weights[0].isnan().all(), "their values are undefined"
 
 
-def test_a_saver_that_is_not_in_place_is_seen(saver: Saver, weights: list[Tensor], table: Tensor) -> None:
-    saver.gives = False
-    group = SavedGroup(get_device("cpu"), "weights", lambda: weights, lambda: [table])
-    with pytest.raises(DeviceError, match="gave 0 of 316 bytes to the driver: torch_memory_saver was not preloaded"):
-        group.meta()
+def test_a_saver_that_is_not_in_place_is_seen_before_anything_leaves(weights: list[Tensor]) -> None:
+    with pytest.raises(DeviceError, match=r"torch_memory_saver was not preloaded.*LD_LIBRARY_PATH before the program"):
+        SavedGroup(get_device("cpu"), "weights", lambda: weights, tuple)

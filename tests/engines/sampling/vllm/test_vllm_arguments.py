@@ -65,6 +65,21 @@ def test_a_variable_does_not_overrule_the_size_of_the_cache(monkeypatch: pytest.
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("arch", "given", "expected"), [(90, None, "0"), (90, "1", "1"), (80, None, None), (100, None, None)]
+)
+def test_scales_of_float8_stay_as_computed_on_hopper_alone(
+    monkeypatch: pytest.MonkeyPatch, arch: int, given: str | None, expected: str | None
+) -> None:
+    """Rounded to powers of two, they would be left to vLLM's loader at each sync; later devices need them so."""
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    monkeypatch.setattr(os, "environ", dict(os.environ) | ({} if given is None else {name: given}))
+    monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is not imported
+    with pytest.raises(MissingDependencyError):
+        versions.prepare(arch=arch)
+    assert os.environ.get(name) == expected
+
+
 def test_each_replica_draws_with_a_seed_of_its_own(seed_of: Callable[..., int]) -> None:
     devices = ("cpu:0", "cpu:1")
     assert [seed_of(rank, devices) for rank in range(3)] == [0, 1, 2]
