@@ -5,7 +5,6 @@
 A tile of more columns multiplies faster. One of more rows has its statistics done while the tensor cores work: a row is
 in one thread instead of several, and nothing waits for neighbours. So short sums (a small hidden size) want tall tiles.
 The constants are of an H100; only their proportions matter, and those of an H200 are alike.
-`tests/kernels/test_tile_cost.py` holds the choice against times that were recorded.
 
 Letters: T rows, H hidden size.
 """
@@ -24,7 +23,7 @@ class TileShape(NamedTuple):
 
 
 class TileCost(NamedTuple):
-    """What a logit costs."""
+    """The costs of a logit."""
 
     rate: float
     """Multiplications and additions a second."""
