@@ -10,7 +10,7 @@ from pathlib import Path
 from rlcore.hookspecs import RegisterBenchmark, hookimpl
 
 _MODULES = (
-    "attention", "collectives", "dispatch", "ipc", "kernel_scans", "kernel_tiles", "kernels",
+    "attention", "collectives", "dispatch", "ipc", "kernel_scans", "kernels",
     "materialize", "memory", "offload", "parallel", "product", "quickstart", "reinforcement", "startup",
     "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers", "zero",
 )  # fmt: skip

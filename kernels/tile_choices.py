@@ -28,13 +28,11 @@ Tile = Mapping[str, int]
 
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "statistics of rows": (
-        {"READS": 2, "LANES": 512, "num_warps": 8},
-        {"READS": 2, "LANES": 1024, "num_warps": 16},
-        {"READS": 2, "LANES": 256, "num_warps": 8},
-        {"READS": 2, "LANES": 256, "num_warps": 4},
-        {"READS": 4, "LANES": 512, "num_warps": 8},
-        {"READS": 4, "LANES": 256, "num_warps": 8},
-        {"READS": 1, "LANES": 512, "num_warps": 8},
+        {"LANES": 512, "num_warps": 8},
+        {"LANES": 1024, "num_warps": 16},
+        {"LANES": 1024, "num_warps": 8},
+        {"LANES": 256, "num_warps": 8},
+        {"LANES": 256, "num_warps": 4},
     ),
     "gradient of rows": (
         {"BLOCK": 2048, "num_warps": 2},

@@ -124,10 +124,10 @@ def strip_fitting(num_rows: int, vocab_size: int, budget_bytes: int) -> Strip:
     return Strip(min(num_tiles * TILE_V, vocab_size), rows)
 
 
-def rows_scored_at_once(num_rows: int, vocab_size: int, budget_bytes: int, tile_columns: int = TILE_V) -> int:
+def rows_scored_at_once(num_rows: int, vocab_size: int, budget_bytes: int) -> int:
     """Return the rows that are scored at once where no exponentials are kept."""
     rows_fitting(budget_bytes, vocab_size)  # raises as where they are kept
-    return rows_of_chunks(num_rows, budget_bytes // (_STATISTICS_BYTES * math.ceil(vocab_size / tile_columns)))
+    return rows_of_chunks(num_rows, budget_bytes // (_STATISTICS_BYTES * _num_tiles(vocab_size)))
 
 
 def _row_bytes(vocab_size: int) -> int:

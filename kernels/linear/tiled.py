@@ -48,7 +48,6 @@ from rlcore.kernels.linear.tile_budget import (
     rows_scored_at_once,
     strip_fitting,
 )
-from rlcore.kernels.linear.tile_cost import cheapest_tile
 from rlcore.kernels.linear.triton_tile_gradients import (
     LogitGradientTerms,
     dlogits_from_exponentials,
@@ -75,8 +74,7 @@ def _forward(
     """Save three numbers a row and, for a backward that may overwrite them, the exponentials that fit."""
     rows, sizes = problem.rows.with_factors(), (len(hidden_TH), len(weight_VH), _budget(problem, hidden_TH))
     masked_TH, weight_VH, bias_V = _aligned(rows.zero_ignored_rows(hidden_TH)), _aligned(weight_VH), _widened(bias_V)
-    columns = cheapest_tile(*hidden_TH.shape).columns
-    strip = strip_fitting(*sizes) if for_backward else Strip(0, rows_scored_at_once(*sizes, columns))
+    strip = strip_fitting(*sizes) if for_backward else Strip(0, rows_scored_at_once(*sizes))
     exponentials_TV = _strip_workspace(hidden_TH, strip.num_columns)
     peak_KT = hidden_TH.new_empty(math.ceil(strip.num_columns / TILE_V), len(hidden_TH), dtype=torch.float32)
 

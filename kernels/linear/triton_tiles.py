@@ -2,7 +2,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Hidden states times the output weight in tiles, with the softmax where a tile's logits are: in registers.
 
-    z = h W^T + b      k = inverse_temperature log2(e)      in base 2, for the columns of a row in a tile:
+    z = h W^T + b      k = inverse_temperature log2(e)      in base 2, for a tile of 256 columns of a row:
     m = k max z        c_v = k z_v - m      a = sum_v 2^c_v      d = sum_v 2^c_v c_v
 
 One kernel computes the product and stores (m, a, d) of each tile. A small one merges them into the statistics of the
@@ -30,7 +30,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlcore.kernels import tile_choices
-from rlcore.kernels.linear.tile_cost import WIDE, TileShape, cheapest_tile
 from rlcore.kernels.softmax_rows import ScaledRows
 from rlcore.planned import planned_device
 
@@ -45,12 +44,12 @@ SCALE = tl.constexpr(32768.0)
 
 INTERPRETS = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-(TILE_T, TILE_V), TILE_H = WIDE, 64
+TILE_T, TILE_V, TILE_H = 128, 256, 64
 # On one H200 the product and its statistics take 13.5 to 14 ms for 8192 x 4096 x 151936, within 5 % of the product
 # alone; groups of 8 or 32, four stages, and stores by pointer or in halves were no faster.
 _MERGE = {"BT": 8, "BJ": 128, "BH": 512, "num_warps": 8}
 _BUSY = 0.95  # share of the cores
-_PRODUCT = {"BH": TILE_H, "num_warps": 8, "num_stages": 3}
+_PRODUCT = {"BT": TILE_T, "BV": TILE_V, "BH": TILE_H, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit
@@ -181,7 +180,6 @@ def tile_statistics(
     *,
     with_entropy: bool,
     exponentials_TV: Tensor | None = None,
-    shape: TileShape | None = None,
 ) -> TileStatistics:
     """Compute the statistics of the rows, and write 2^(15 + c) to ``exponentials_TV`` if that is given.
 
@@ -189,11 +187,9 @@ def tile_statistics(
         hidden_TH: bfloat16, contiguous; a row is a multiple of 16 bytes. So is ``weight_VH``.
         rows: their inverse temperature is a tensor.
         exponentials_TV: float16 and ``pitched``; it has all columns, or whole tiles of the first ones.
-        shape: that of the tiles where there are no exponentials; None takes the cheapest.
     """
     (T, H), V = hidden_TH.shape, len(weight_VH)
-    shape = WIDE if exponentials_TV is not None else shape or cheapest_tile(T, H)
-    J = triton.cdiv(V, shape.columns)
+    J = triton.cdiv(V, TILE_V)
     new = functools.partial(torch.empty, dtype=torch.float32, device=hidden_TH.device)
     peak_JT, total_JT = new(J, T), new(J, T)
     moment_JT = new(J, T) if with_entropy else None
@@ -201,17 +197,17 @@ def tile_statistics(
     entropy_T = new(T) if with_entropy else None
     if T == 0:
         return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)
-    tiles = descriptor(hidden_TH, shape.rows, TILE_H), descriptor(weight_VH, shape.columns, TILE_H)
+    tiles = descriptor(hidden_TH, TILE_T, TILE_H), descriptor(weight_VH, TILE_V, TILE_H)
     # Masking the columns beyond V would take time in every tile, so the tiles with such columns are launched apart.
-    edge = V // shape.columns * shape.columns
+    edge = V // TILE_V * TILE_V
     num_stored = 0 if exponentials_TV is None else exponentials_TV.shape[1]
     stored_tiles = None if exponentials_TV is None else descriptor(exponentials_TV, TILE_T, TILE_V)
     for first_v, end_v in itertools.pairwise(sorted({0, min(num_stored, edge), edge, V})):
-        _statistics_kernel[grid(T, end_v - first_v, hidden_TH.device, shape)](
+        _statistics_kernel[grid(T, end_v - first_v, hidden_TH.device)](
             *tiles, bias_V, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
             stored_tiles if end_v <= num_stored else None,
-            first_v, T, end_v, H, IS_EDGE=end_v % shape.columns > 0,
-            NUM_PROGRAMS=num_cores(hidden_TH.device), **product_tile(hidden_TH.device.type, shape),
+            first_v, T, end_v, H, IS_EDGE=end_v % TILE_V > 0, NUM_PROGRAMS=num_cores(hidden_TH.device),
+            **product_tile(hidden_TH.device.type),
         )  # fmt: skip
     _merge_kernel[(triton.cdiv(T, _MERGE["BT"]),)](
         hidden_TH, weight_VH, bias_V, rows.target, rows.ignored, rows.inverse_temperature, peak_JT, total_JT, moment_JT,
@@ -221,9 +217,9 @@ def tile_statistics(
     return TileStatistics(logprob_T, entropy_T, normaliser_T, peak_JT)
 
 
-def product_tile(device_type: str, shape: TileShape = WIDE) -> dict[str, int]:
+def product_tile(device_type: str) -> dict[str, int]:
     """Return the compile options of products in tiles."""
-    return {"BT": shape.rows, "BV": shape.columns, **_PRODUCT, **tile_choices.tile("product of tiles", device_type)}
+    return {**_PRODUCT, **tile_choices.tile("product of tiles", device_type)}
 
 
 def descriptor(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
@@ -231,13 +227,13 @@ def descriptor(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [num_rows, num_columns])
 
 
-def grid(num_rows: int, num_columns: int, device: torch.device, shape: TileShape = WIDE) -> tuple[int]:
+def grid(num_rows: int, num_columns: int, device: torch.device) -> tuple[int]:
     """Return one program for each core, or for each tile if there are fewer tiles.
 
     A program steps from tile to tile by the number of cores, a constant. If it stepped by the number of programs, each
     number of rows would be compiled anew. Where tiles are fewer than cores, no program takes a second step.
     """
-    num_tiles: int = triton.cdiv(num_rows, shape.rows) * triton.cdiv(num_columns, shape.columns)
+    num_tiles: int = triton.cdiv(num_rows, TILE_T) * triton.cdiv(num_columns, TILE_V)
     return (min(num_cores(device), num_tiles),)
 
 

@@ -8,8 +8,8 @@
     slant = -s (g_logprob + g_entropy (entropy - ln2 log2 a))      bend = -s ln2 g_entropy
 
 This is ``softmax_rows`` in base 2; s is the inverse temperature. The maximum is found while summing (Milakov and
-Gimelshein 2018, arXiv 1805.02867): each lane, a few runs of neighbouring columns, keeps its own maximum, so that
-nothing crosses threads before the end of a row.
+Gimelshein 2018, arXiv 1805.02867): each lane, a run of neighbouring columns, keeps its own maximum, so that nothing
+crosses threads before the end of a row.
 
 Letters: T rows, V vocabulary, L lanes, N batch entries where the rows of the logits do not flatten.
 Order of this file: statistics kernel, gradient kernel, what launches them, ``token_logprob``.
@@ -37,10 +37,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-200.0)
 """Columns of -inf are lifted to this exponent: 2^-200 is 0 in float32, and 0 times it is no NaN."""
-HIGHEST = tl.constexpr(1e38)
-"""Bounds a reference, whose product with a factor above 1 could be infinite."""
-NO_ENTROPY = tl.constexpr(1e-12)
-"""Less is what rounding leaves of a row whose probability is in one column."""
 
 _READ_BYTES = 16
 """A lane's run of columns is one read of a thread, so that the threads of a warp read neighbouring memory."""
@@ -48,16 +44,14 @@ _COLUMN_BYTES = 60
 """All tensors that either kernel holds of one column take at most so many: with a softcap, a mask, wide logits."""
 
 
-def statistics_tile(device_type: str, itemsize: int = 2, *, is_capped: bool = False) -> dict[str, int]:
+def statistics_tile(device_type: str, itemsize: int = 2) -> dict[str, int]:
     """Return the compile options for logits of this size. Where a device limits tiles they have one lane.
 
-    A softcap needs the registers of further reads.
     The mask of one run is a length, so that the device's compiler need not read the columns that it hides.
     """
     if (found := limits(device_type)) is None:
-        tile = {**tile_choices.tile("statistics of rows", device_type), "RUN": _READ_BYTES // itemsize}
-        return tile | {"READS": 1} if is_capped else tile
-    return {"READS": 1, "LANES": 1, "RUN": columns(found, _COLUMN_BYTES)}
+        return {**tile_choices.tile("statistics of rows", device_type), "RUN": _READ_BYTES // itemsize}
+    return {"LANES": 1, "RUN": columns(found, _COLUMN_BYTES)}
 
 
 def gradient_tile(device_type: str) -> dict[str, int]:
@@ -81,64 +75,11 @@ def _tanh(x):
     return tl.where(x < 0, e - 1.0, 1.0 - e) / (1.0 + e)
 
 
-@triton.jit
-def _logits(row, keep, row_start, start, column, stride_v, V, softcap, IS_WHOLE: tl.constexpr):
-    """Return a strip of a row, wide, with -inf where there is no column or one that is not kept."""
-    v = start + column
-    strip = row + tl.cast(start, tl.int64) * stride_v  # as T * V does V * stride_v, of logits that were transposed
-    if IS_WHOLE:
-        z = tl.load(strip + column * stride_v).to(tl.float32)
-    else:
-        z = tl.load(strip + column * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
-    if softcap is not None:
-        z = softcap * _tanh(z / softcap)
-        if not IS_WHOLE:
-            z = tl.where(v < V, z, -float("inf"))
-    if keep is not None:
-        z = tl.where(tl.load(keep + row_start + v, mask=v < V, other=0) != 0, z, -float("inf"))
-    return z
-
-
-@triton.jit
-def _reference(highest, k):
-    """Return the exponent that those of a lane are relative to."""
-    return tl.maximum(highest * k, -HIGHEST)
-
-
-@triton.jit
-def _taken_in(m, r, a, b, z, k, WITH_ENTROPY: tl.constexpr):
-    """Return the maximum, the reference and the sums of lanes with another strip of logits.
-
-    Multiplied and subtracted at once an exponent is rounded once, however far from 0 the logits are. It takes one
-    instruction instead of two: on devices of much bandwidth instructions are the limit.
-    """
-    m = tl.maximum(m, tl.max(tl.max(z, 2), 0))
-    reference = _reference(m, k)
-    c = tl.fma(z, k, -reference[None, :, None])
-    c = tl.maximum(c, LEAST, propagate_nan=tl.PropagateNan.ALL)
-    shift = tl.maximum(r - reference, LEAST)
-    e = tl.exp2(c)
-    if WITH_ENTROPY:
-        b = (b + a * shift) * tl.exp2(shift) + tl.sum(tl.sum(e * c, 2), 0)
-    a = a * tl.exp2(shift) + tl.sum(tl.sum(e, 2), 0)
-    return m, reference, a, b
-
-
-@triton.jit
-def _number_of(highest, row, keep, row_start, column, stride_v, V, softcap, strip):
-    """Return how many logits of a row have a value."""
-    count = 0.0
-    for start in range(0, V, strip):
-        z = _logits(row, keep, row_start, start, column, stride_v, V, softcap, IS_WHOLE=False)
-        count += tl.sum(tl.sum(tl.sum((z == highest).to(tl.float32), 2), 1), 0)
-    return count
-
-
 @triton.jit(do_not_specialize=["ignore_index"])
 def _statistics_kernel(
     logits, keep, target, ignore_index, inverse_temperature_T, logprob, entropy, peak, total, is_valid,
     stride_n, stride_t, stride_v, rows_per_entry, V, inverse_temperature, softcap, first,
-    WITH_ENTROPY: tl.constexpr, READS: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     t = _program(first).to(tl.int64)  # T * V overflows int32 at 2^31 elements
     y = tl.load(target + t)
@@ -155,44 +96,42 @@ def _statistics_kernel(
         inverse_temperature = tl.load(inverse_temperature_T + t)
     k = inverse_temperature * LOG2_E
     z_y = tl.load(row + y.to(tl.int64) * stride_v).to(tl.float32)  # its wait is over when the sums are there
-    column = (tl.arange(0, READS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]) * RUN
-    column += tl.arange(0, RUN)[None, None, :]
+    column = tl.arange(0, LANES)[:, None] * RUN + tl.arange(0, RUN)[None, :]
     m = tl.full([LANES], -float("inf"), tl.float32)
-    r = tl.full([LANES], -HIGHEST, tl.float32)
     a = tl.zeros([LANES], tl.float32)
     b = tl.zeros([LANES], tl.float32)
-    strip = READS * LANES * RUN
-    whole = V // strip * strip  # what has no mask takes fewer instructions
-    for start in range(0, whole, strip):
-        z = _logits(row, keep, t * V, start, column, stride_v, V, softcap, IS_WHOLE=True)
-        m, r, a, b = _taken_in(m, r, a, b, z, k, WITH_ENTROPY)
-    for start in range(whole, V, strip):
-        z = _logits(row, keep, t * V, start, column, stride_v, V, softcap, IS_WHOLE=False)
-        m, r, a, b = _taken_in(m, r, a, b, z, k, WITH_ENTROPY)
+    for start in range(0, V, LANES * RUN):
+        v = start + column
+        strip = row + tl.cast(start, tl.int64) * stride_v  # as T * V does V * stride_v, of logits that were transposed
+        z = tl.load(strip + column * stride_v, mask=v < V, other=-float("inf")).to(tl.float32)
+        if softcap is not None:
+            z = tl.where(v < V, softcap * _tanh(z / softcap), -float("inf"))
+        if keep is not None:
+            z = tl.where(tl.load(keep + t * V + v, mask=v < V, other=0) != 0, z, -float("inf"))
+        higher = tl.maximum(m, tl.max(z, 1))
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        c = (z - base[:, None]) * k
+        if WITH_ENTROPY:
+            c = tl.maximum(c, LEAST, propagate_nan=tl.PropagateNan.ALL)
+        shift = tl.maximum((m - base) * k, LEAST)
+        e = tl.exp2(c)
+        if WITH_ENTROPY:
+            b = (b + a * shift) * tl.exp2(shift) + tl.sum(e * c, 1)
+        a = a * tl.exp2(shift) + tl.sum(e, 1)
+        m = higher
     highest = tl.max(m, 0)
-    reference = _reference(highest, k)
-    shift = tl.maximum(r - reference, LEAST)
+    shift = tl.maximum((m - highest) * k, LEAST)
     a_row = tl.sum(a * tl.exp2(shift), 0)
-    # The exponent of the maximum is not 0 but what the rounding of the reference left.
-    rest = tl.fma(highest, k, -reference)
-    total_row = tl.div_rn(a_row, tl.exp2(rest))  # exactly 1 where a single column has all
-    if WITH_ENTROPY:
-        b_row = tl.sum((b + a * shift) * tl.exp2(shift), 0)
-        bits = tl.log2(total_row) - (b_row / a_row - rest)
-        tl.store(entropy + t, tl.where(bits < NO_ENTROPY, 0.0, bits) * LN_2)
     if softcap is not None:
         z_y = softcap * _tanh(z_y / softcap)
     if keep is not None:
         z_y = tl.where(tl.load(keep + t * V + y) != 0, z_y, -float("inf"))
-    tl.store(logprob + t, ((z_y - highest) * k - tl.log2(total_row)) * LN_2)
+    tl.store(logprob + t, ((z_y - highest) * k - tl.log2(a_row)) * LN_2)
     tl.store(peak + t, highest)
-    tl.store(total + t, total_row)
-    if a_row == 0.0:  # the maximum is so low that its product is infinite: columns beside it are equal or nothing
-        count = _number_of(highest, row, keep, t * V, column, stride_v, V, softcap, strip)
-        tl.store(logprob + t, ((z_y - highest) * k - tl.log2(count)) * LN_2)
-        tl.store(total + t, count)
-        if WITH_ENTROPY:
-            tl.store(entropy + t, tl.where(highest == -float("inf"), float("nan"), tl.log2(count) * LN_2))
+    tl.store(total + t, a_row)
+    if WITH_ENTROPY:
+        b_row = tl.sum((b + a * shift) * tl.exp2(shift), 0)
+        tl.store(entropy + t, tl.maximum((tl.log2(a_row) - b_row / a_row) * LN_2, 0.0, tl.PropagateNan.ALL))
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -278,8 +217,7 @@ def row_statistics(
             logits, keep_mask, rows.labels, rows.ignore_index, factor_T,
             logprob_T, entropy_T, peak_T, total_T, is_valid,
             stride_n, stride_t, stride_v, rows_per_entry, logits.shape[-1], factor, softcap,
-            launch.first, WITH_ENTROPY=with_entropy,
-            **statistics_tile(logits.device.type, logits.itemsize, is_capped=softcap is not None),
+            launch.first, WITH_ENTROPY=with_entropy, **statistics_tile(logits.device.type, logits.itemsize),
         )  # fmt: skip
     return RowStatistics(logprob_T, entropy_T, peak_T, total_T)
 

@@ -26,7 +26,7 @@ def _limited_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     limited = dataclasses.replace(spec, program_limits=ProgramLimits(tile_bytes=1023, num_programs=2))
     monkeypatch.setitem(registry().devices, "cpu", (limited, plugin))
     programs.limits.cache_clear()
-    assert (statistics_tile("cpu"), gradient_tile("cpu")) == ({"READS": 1, "LANES": 1, "RUN": 16}, {"BLOCK": 16})
+    assert (statistics_tile("cpu"), gradient_tile("cpu")) == ({"LANES": 1, "RUN": 16}, {"BLOCK": 16})
     yield
     programs.limits.cache_clear()
 

@@ -13,12 +13,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.dispatch import Query, choose
@@ -51,18 +49,6 @@ from tests.kernels.plain import (
 from tests.kernels.test_row_stats import assert_match_float64, whole_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy warns of inf - inf
-
-
-@pytest.fixture(autouse=True)
-def _fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round once, as a device does: Triton's interpreter rounds the product, too. The product is exact in float64."""
-
-    def fma(builder: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
-        exact = x.data.astype(np.float64) * y.data + z.data
-        return TensorHandle(exact.astype(x.data.dtype), x.dtype)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_fma", fma)
-
 
 NO_LOSS = LossProblem(ppo_clip(), None, None)  # type: ignore[arg-type]  # of tokens, none of which is looked at
 
@@ -102,15 +88,6 @@ def test_rows_with_peaks_offsets_and_masked_columns() -> None:
     logits[4, 7] = 0.0
     targets[4] = 7
     assert_matches_float64(logits, targets)
-
-
-def test_rows_of_the_least_number_are_even() -> None:
-    """Its product with the factor of base 2 is infinite."""
-    logits = torch.full((2, 500), torch.finfo(torch.float32).min)
-    logits[1] = 0.0
-    found = token_logprob(logits, torch.tensor([7, 7]), with_entropy=True, implementation="triton")
-    for got, wanted in zip(found, (-math.log(500), math.log(500)), strict=True):
-        assert_within_rounding(got, torch.full((2,), wanted, dtype=torch.float64), terms=500)
 
 
 def test_rows_with_a_temperature_each_and_a_keep_mask() -> None:

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from rlcore.kernels.linear import triton_tile_gradients, triton_tiles  # noqa: E402
-from rlcore.kernels.linear.tile_cost import TALL  # noqa: E402
 from rlcore.kernels.strided_copy import triton_quantized  # noqa: E402
 from rlcore.registry import launch  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
@@ -51,14 +50,6 @@ TILED = {
         triton_tiles._statistics_kernel,
         _PRODUCT | {"exponentials": f"tensordesc<fp16{STORED}", "IS_EDGE": True},
         fixed(**TILES),
-    ),
-    "statistics of tall tiles": Case(
-        triton_tiles._statistics_kernel,
-        _PRODUCT
-        | {"hidden": f"tensordesc<bf16[{TALL.rows},{TILES['BH']}]>"}
-        | {"weight": f"tensordesc<bf16[{TALL.columns},{TILES['BH']}]>"}
-        | {"bias": NONE, "exponentials": NONE, "IS_EDGE": False},
-        fixed(**triton_tiles.product_tile("cpu", TALL)),
     ),
     "gradient of tiles": Case(
         triton_tile_gradients._dlogits_kernel,

@@ -75,20 +75,15 @@ _CAPPED = {"logits": FLOATS, "softcap": "fp32", "inverse_temperature_T": FLOATS}
 _ALL = {"keep": "*i1", "first": "i32", "stride_v": "i64"}
 _CHECKED = {"is_valid": "*i1"}
 _statistics = functools.partial(Case, triton_rows._statistics_kernel, tile=triton_rows.statistics_tile)
-_statistics_of_capped = functools.partial(
-    Case, triton_rows._statistics_kernel, tile=functools.partial(triton_rows.statistics_tile, is_capped=True)
-)
 _gradient = functools.partial(Case, triton_rows._gradient_kernel, tile=triton_rows.gradient_tile)
 _NUMBERS = {"gamma": "fp32", "decay": "fp32"}
 
 PORTABLE: dict[str, Case] = {
     "statistics of rows": _statistics(_ROWS | _CHECKED | {"WITH_ENTROPY": True}),
     "gradient of rows": _gradient(_ROWS | _OUT),
-    "statistics of capped rows": _statistics_of_capped(_ROWS | _CAPPED | {"is_valid": NONE, "WITH_ENTROPY": True}),
+    "statistics of capped rows": _statistics(_ROWS | _CAPPED | {"is_valid": NONE, "WITH_ENTROPY": True}),
     "gradient of capped rows": _gradient(_ROWS | _OUT | _CAPPED),
-    "statistics of rows with all options": _statistics_of_capped(
-        _ROWS | _CAPPED | _ALL | _CHECKED | {"WITH_ENTROPY": True}
-    ),
+    "statistics of rows with all options": _statistics(_ROWS | _CAPPED | _ALL | _CHECKED | {"WITH_ENTROPY": True}),
     "gradient of rows with all options": _gradient(_ROWS | _OUT | _CAPPED | _ALL | {"out_stride_v": "i64"}),
     "advantages of groups": Case(
         triton_advantages._advantage_kernel,
