@@ -1,13 +1,19 @@
 """Asynchronous GRPO on the quickstart's task: the sampler makes the next answers while the trainer trains.
 
-usage: async_grpo.py [MAX_STALENESS [STEPS [SEED [TIMELINE]]]]
+usage: async_grpo.py [MAX_STALENESS [STEPS [SEED]]] [--train-on cpu:0] [--sample-on cpu:1]
+                     [--executor hf] [--timeline FILE] [--record FILE]
 
-Trainer and sampler have a device and a process each. First the model imitates a teacher that forgets carries, as in
-``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous. TIMELINE is the name of a
-file, in JSON, of who did what when; ``rlcore trace examples/async_grpo.py 2`` shows that as a page.
+Trainer and sampler have a process each, and a device each or one together. First the model imitates a teacher that
+forgets carries, as in ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous.
+``--timeline`` writes who did what when, ``--record`` what came of it, both as JSON; ``rlcore trace
+examples/async_grpo.py 2`` shows the timeline as a page.
 """
 
-import sys
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +24,7 @@ from rlcore.quickstart import task
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.pretrained import tokenizer_of
+from rlcore.quickstart.run import SMALL
 from rlcore.rollout import RolloutController, SingleTurn, Trajectory
 
 GROUPS, SAMPLES, MINIBATCHES, TEMPERATURE, RATE, IMITATION_STEPS = 32, 8, 4, 1.25, 3e-4, 300
@@ -37,13 +44,21 @@ def has_both(trajectories: list[Trajectory]) -> bool:
     return len({one.reward for one in trajectories}) > 1
 
 
-def imitate(train: rlcore.TrainEngine, seed: int, tokenizer: Any) -> None:
-    """Supervised warm-start, until about half of the sampled answers are right."""
+def trainer(seed: int) -> rlcore.TrainEngine:
+    path = quickstart_model(seed=seed)
+    with rlcore.meta_device():
+        return rlcore.TrainEngine(policy_class(path).from_pretrained(path))
+
+
+def imitate(train: rlcore.TrainEngine, seed: int) -> None:
+    """Supervised warm-start: afterwards about a third of the greedy answers are right."""
+    tokenizer = tokenizer_of(quickstart_model(seed=seed))
     problems, generator = task.problems("train", seed=seed), torch.Generator().manual_seed(seed)
     for step in range(IMITATION_STEPS):
         train.set_rate(2e-3 * min(1, (step + 1) / 20))
         train.imitate(**task.imitation_batch(problems, 256, tokenizer, generator))
     train.begin_reinforcement()
+    train.set_rate(RATE)
 
 
 def learn(train: rlcore.TrainEngine, batch: dict[str, torch.Tensor], generator: torch.Generator) -> None:
@@ -55,40 +70,45 @@ def learn(train: rlcore.TrainEngine, batch: dict[str, torch.Tensor], generator: 
         train.train_batch(minibatch, decoupled_ppo(), temperature=TEMPERATURE)
 
 
-def main(max_staleness: int = 1, num_steps: int = 40, seed: int = 0, *, timeline: str = "") -> None:
-    path = quickstart_model(seed=seed)
-    tokenizer = tokenizer_of(path)
-    max_tokens = task.max_answer_tokens(tokenizer)
+def reinforce(
+    train: rlcore.TrainEngine,
+    infer: rlcore.InferenceEngine,
+    max_staleness: int,
+    *,
+    num_steps: int,
+    seed: int,
+    seconds: float = math.inf,
+    timeline: Path | None = None,
+) -> dict[str, Any]:
+    """The asynchronous part, so many steps or seconds; returns what came of it."""
+    max_tokens = task.max_answer_tokens(tokenizer_of(infer.path))
     sample = SingleTurn(verify, {"n": SAMPLES, "max_tokens": max_tokens, "temperature": TEMPERATURE})
     answer = SingleTurn(verify, {"temperature": 0, "max_tokens": max_tokens})
     held_out = items(task.problems("held-out", seed=seed))
     generator = torch.Generator().manual_seed(seed)
     problems: Any = items(task.problems("train", seed=seed))
     dataloader: Any = torch.utils.data.DataLoader(problems, GROUPS, shuffle=True, collate_fn=list, generator=generator)
-    with rlcore.meta_device():
-        module = policy_class(path).from_pretrained(path)
-    with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path) as infer:
-        train.build(devices="cpu:0", launcher="process")
-        infer.build(devices="cpu:1", launcher="process", dtype="float32")
-        imitate(train, seed, tokenizer)
-        train.set_rate(RATE)
-        with RolloutController(
-            infer, sample, batch_size=GROUPS, max_staleness=max_staleness, accept=has_both
-        ) as rollout:
-            rollout.update_weights(train, version=0)
-            print(f"accuracy {accuracy(rollout, held_out, answer):.3f} after imitation", flush=True)
-            rollout.timeline.clear()
-            for step in range(1, num_steps + 1):
-                batch = rollout.prepare_batch(dataloader)
-                learn(train, batch, generator)
-                rollout.update_weights(train)
-                if step % 10 == 0:
-                    print(f"step {step:3}  reward {batch['rewards'].mean():.3f}", flush=True)
-            seconds = rollout.timeline.total_s
-            print(rollout.stats)
-            if timeline:
-                rollout.timeline.save(timeline)
-            print(f"accuracy {accuracy(rollout, held_out, answer):.3f} after {num_steps} steps in {seconds:.1f} s")
+    with RolloutController(infer, sample, batch_size=GROUPS, max_staleness=max_staleness, accept=has_both) as rollout:
+        rollout.update_weights(train, version=rollout.version)
+        before = accuracy(rollout, held_out, answer)
+        print(f"accuracy {before:.3f} after imitation", flush=True)
+        rollout.timeline.clear()
+        step = 0
+        while step < num_steps and rollout.timeline.total_s < seconds:
+            batch = rollout.prepare_batch(dataloader)
+            learn(train, batch, generator)
+            rollout.update_weights(train)
+            step += 1
+            if step % 10 == 0:
+                print(f"step {step:3}  reward {batch['rewards'].mean():.3f}", flush=True)
+        took_s, stats = rollout.timeline.total_s, rollout.stats
+        if timeline:
+            rollout.timeline.save(timeline)
+        after = accuracy(rollout, held_out, answer)
+    print(stats)
+    print(f"accuracy {after:.3f} after {step} steps in {took_s:.1f} s")
+    run = {"max_staleness": max_staleness, "steps": step, "seed": seed}
+    return run | {"accuracy_before": before, "accuracy": after, "seconds": took_s, "stats": asdict(stats)}
 
 
 def accuracy(rollout: RolloutController, held_out: list[Any], answer: SingleTurn) -> float:
@@ -97,6 +117,33 @@ def accuracy(rollout: RolloutController, held_out: list[Any], answer: SingleTurn
     return sum(one.trajectories[0].reward for one in episodes) / len(held_out)
 
 
+def main(
+    max_staleness: int = 1,
+    steps: int = 40,
+    seed: int = 0,
+    *,
+    train_on: str = "cpu:0",
+    sample_on: str = "cpu:1",
+    executor: str = "hf",
+    timeline: Path | None = None,
+    record: Path | None = None,
+) -> None:
+    sampler = rlcore.InferenceEngine(quickstart_model(seed=seed), executor=executor)
+    with trainer(seed) as train, sampler as infer:
+        train.build(devices=train_on, launcher="process")
+        infer.build(devices=sample_on, launcher="process", dtype="float32", **SMALL.get(executor, {}))
+        imitate(train, seed)
+        found = reinforce(train, infer, max_staleness, num_steps=steps, seed=seed, timeline=timeline)
+    if record:
+        record.write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
-    numbers, file = [int(one) for one in sys.argv[1:4]], sys.argv[4] if len(sys.argv) > 4 else ""
-    main(*numbers, timeline=file)
+    parser = argparse.ArgumentParser()
+    for name, number in ("max_staleness", 1), ("steps", 40), ("seed", 0):
+        parser.add_argument(name, type=int, nargs="?", default=number)
+    for name, word in ("--train-on", "cpu:0"), ("--sample-on", "cpu:1"), ("--executor", "hf"):
+        parser.add_argument(name, default=word)
+    for name in ("--timeline", "--record"):
+        parser.add_argument(name, type=Path)
+    main(**vars(parser.parse_args()))

@@ -29,7 +29,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     for name, number in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     rates = {"actor_learning_rate": 1e-6, "l2": 0.01, "init_kl_coef": 0.01, "lr_warmup_ratio": 0.03, "max_norm": 1.0}
-    for name, rate in (rates | {"temperature": 1.0, "eps_clip": 0.2}).items():
+    for name, rate in (rates | {"temperature": 1.0, "eps_clip": 0.2, "engine_mem_util": 0.6}).items():
         parser.add_argument(f"--{name}", type=float, default=rate)
     return parser.parse_args(argv)
 

@@ -1,7 +1,8 @@
 """A reward model is one more TrainEngine: it learns from pairs which answer is better, and then rewards a policy.
 
 A teacher prefers the answer with more sevens. The reward model sees only which of two answers he preferred; the policy
-sees only the reward model. Scores are computed for a whole batch, where the reward model's weights are.
+sees only the reward model. Scores are computed for a whole batch, where the reward model's weights are. While one of
+the two models computes, the other is in host memory.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences, H hidden size.
 """
@@ -77,8 +78,12 @@ def agreement_with_teacher(reward_model: rlcore.TrainEngine, batch: dict[str, Te
 
 
 def improve(policy: rlcore.TrainEngine, reward_model: rlcore.TrainEngine, batch: dict[str, Tensor]) -> None:
-    """One GRPO step by the reward model's scores."""
+    """One GRPO step by the reward model's scores; the device has one of the two at a time."""
+    policy.offload()
+    reward_model.onload()
     batch["rewards"] = reward_model.scores(batch["input_ids"], batch["attention_mask"])[0]
+    reward_model.offload()
+    policy.onload()
     batch["advantages"] = group_advantage(batch["rewards"], group=batch["group"])
     policy.train_batch(batch, ppo_clip())
 
@@ -104,6 +109,7 @@ def main(num_lessons: int = 30, num_steps: int = 8) -> tuple[float, float, float
                 loss = teach(reward_model, batch)
             agreement = agreement_with_teacher(reward_model, batch)
             print(f"reward model: loss {loss:.3f}, agrees with the teacher on {agreement:.0%} of the pairs")
+            reward_model.offload()
             counts = []
             for step in range(num_steps):
                 batch = rollout.prepare_batch(PROMPTS)

@@ -21,6 +21,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,6 +159,9 @@ class TrainModule(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define split() if check_split() agrees")
 
+    def measure_head(self) -> None:
+        """Find out what ``output_head()`` needs to know of the whole module, before its weights are sharded."""
+
     def output_head(self) -> OutputHead:
         """Return the projection from hidden states to logits."""
         raise NotImplementedError(f"{type(self).__name__} must define output_head() to use train_batch")
@@ -229,8 +233,7 @@ class HuggingFaceTrainModule(TrainModule):
         with errors_named(path, f"{cls.__name__} cannot be made of"), without_foreign_meta(), meta_device():
             module = cls._from_config(config, **kwargs)  # type: ignore[attr-defined]
         module._source = Path(path)
-        if cls.output_head is HuggingFaceTrainModule.output_head and module.get_output_embeddings() is not None:
-            module._measured_form()  # the first to hear of another form is the user, before any worker starts
+        module.measure_head()  # the first to hear of another form is the user, before any worker starts
         return module
 
     def materialization_source(self) -> Path:
@@ -271,8 +274,7 @@ class HuggingFaceTrainModule(TrainModule):
     def split(self, meshes: Meshes) -> list[nn.Module]:
         from rlcore.parallel_plans import split
 
-        if self.get_output_embeddings() is not None:  # type: ignore[operator]
-            self._measured_form()  # of the whole model
+        self.measure_head()  # of the whole model
         self._meshes = meshes
         return split(self, meshes)
 
@@ -286,6 +288,13 @@ class HuggingFaceTrainModule(TrainModule):
         own_bias = None if bias is None else bias.to_local()
         group = self._meshes.tensor.get_group()
         return OutputHead(head.weight.to_local(), own_bias, form.softcap, form.logit_scale, group)
+
+    def measure_head(self) -> None:
+        if self.get_output_embeddings() is None:  # type: ignore[operator]
+            return
+        is_own = type(self).output_head is HuggingFaceTrainModule.output_head
+        with nullcontext() if is_own else suppress(UnsupportedError):
+            self._measured_form()
 
     def _measured_form(self) -> LogitForm:
         if self._logit_form is None:

@@ -1,4 +1,4 @@
-"""Steps of the train engine and of plain loops over torch's FSDP2, from the same weights on the same tokens.
+"""Steps of the train engine and of plain loops, from the same weights on the same tokens.
 
 Each contender is built, warmed up, timed and closed before the next, so that each has the devices to itself.
 """
@@ -25,6 +25,7 @@ from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.meta import meta_device
+from rlcore.registry import get_device
 from rlcore.tensor_data import dtype_name
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -66,6 +67,8 @@ class StepTimes(NamedTuple):
     build_s: float
     peak_bytes: int
     """The peak of the device that held the most, parameters and optimizer states included."""
+    busy_s: float | None = None
+    """The seconds of a step in which the device had a kernel or a copy; None where nobody looked."""
 
 
 def _times(
@@ -85,15 +88,14 @@ def _times(
     return losses[0], seconds[setup.warm_up :], seconds[0]
 
 
-def engine_steps(setup: Setup, batches: Sequence[Batch], **options: Any) -> StepTimes:
+def engine_steps(setup: Setup, batches: Sequence[Batch], *, executor: str = "fsdp2", **options: Any) -> StepTimes:
     """Take the steps of a train engine; ``options`` are those of its ``build()``."""
     started = time.perf_counter()
-    engine = TrainEngine(policy(setup.model, setup.dtype, setup.device_names[0].partition(":")[0]))
-    own: dict[str, Any] = {
-        "compute_dtype": dtype_name(setup.dtype),
-        "activation_checkpointing": setup.recomputes,
-        "compile": setup.compiles,
-    }
+    module = policy(setup.model, setup.dtype, setup.device_names[0].partition(":")[0])
+    own: dict[str, Any] = {"compute_dtype": dtype_name(setup.dtype)}
+    if executor == "fsdp2":
+        own |= {"activation_checkpointing": setup.recomputes, "compile": setup.compiles}
+    engine = TrainEngine(module, executor=executor)
     with engine.build(devices=setup.device_names, timeout_s=_TIMEOUT_S, **(own | options)):
         build_s = time.perf_counter() - started
         loss_fn = ppo_clip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
@@ -103,23 +105,52 @@ def engine_steps(setup: Setup, batches: Sequence[Batch], **options: Any) -> Step
 
         times = _times(setup, step, batches, lambda: engine.call("reset_peak"))
         peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
-    return StepTimes(*times, build_s, peak)
+        is_here = setup.compiles and len(setup.device_names) == 1  # the worker of several is another process
+        busy_s = _busy_s(get_device(setup.device_names[0]), [lambda: step(batches[-1])] * 2) if is_here else None
+    return StepTimes(*times, build_s, peak, busy_s)
+
+
+def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float:
+    """Return the seconds of each of these steps in which the device had a kernel or a copy."""
+    device.synchronize()
+    with torch.profiler.profile(acc_events=True) as seen:
+        for step in steps:
+            step()
+        device.synchronize()
+    ranges = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in seen.events() or ()
+        if event.device_type.name != "CPU" and not event.is_user_annotation
+    )
+    busy_us, reached = 0.0, 0.0
+    for start, end in ranges:
+        busy_us += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy_us / 1e6 / len(steps)
 
 
 # ----------------------------------------------------------------------------------------------- plain loops
 
 
 class PlainRank(BenchWorker):
-    """One rank of a loop over FSDP2, as torch's own tutorials have it."""
+    """One rank of a loop as users write it; of one over FSDP2, as torch's own tutorials have it, the step is here."""
 
     setup: Setup
 
-    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return what ``sharded`` makes."""
+    def build(self) -> tuple[Any, torch.optim.Optimizer]:
+        """Return what ``step`` takes; ``sharded`` makes it for FSDP2."""
         raise NotImplementedError
 
+    def step(self, scored: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        """Take a step, and return this rank's metrics to be summed over the ranks, the loss first."""
+        metrics = self.backward(scored, batch)
+        torch.nn.utils.clip_grad_norm_(scored.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return metrics
+
     def backward(self, scored: nn.Module, batch: Batch) -> Tensor:
-        """Run forward and backward, and return this rank's metrics to be summed over the ranks, the loss first."""
+        """Run forward and backward, and return the metrics of ``step``."""
         raise NotImplementedError
 
     def run(self, setup: Setup, batches: Sequence[Batch]) -> StepTimes:
@@ -130,10 +161,7 @@ class PlainRank(BenchWorker):
         build_s = time.perf_counter() - started
 
         def step(batch: Batch) -> float:
-            metrics = self.backward(scored, batch)
-            torch.nn.utils.clip_grad_norm_(scored.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            metrics = self.step(scored, optimizer, batch)
             dist.all_reduce(metrics)
             return float(metrics[0])
 
@@ -179,9 +207,11 @@ def clipped_gain(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
     return torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
 
 
-def plain_steps(rank_class: type[PlainRank], setup: Setup, batches: Sequence[Batch]) -> StepTimes:
+def plain_steps(
+    rank_class: type[PlainRank], setup: Setup, batches: Sequence[Batch], launcher: str | None = None
+) -> StepTimes:
     names = setup.device_names
-    with worker_processes(rank_class, names, _TIMEOUT_S, launcher=choose_launcher(None, len(names))) as group:
+    with worker_processes(rank_class, names, _TIMEOUT_S, launcher=choose_launcher(launcher, len(names))) as group:
         found: list[StepTimes] = ask_each(group, "run", setup, batches)
     slowest = [max(times) for times in zip(*(one.seconds for one in found), strict=True)]
     return found[0]._replace(seconds=slowest, peak_bytes=max(one.peak_bytes for one in found))

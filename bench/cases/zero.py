@@ -1,94 +1,124 @@
-"""An optimizer step under DeepSpeed's ZeRO: rlcore's executor, FSDP2, and DeepSpeed's engine in a loop of its own."""
+"""An optimizer step under DeepSpeed's ZeRO: rlcore's executor, DeepSpeed's engine in a loop of its own, and FSDP2.
+
+The plain loop has the same configuration of ZeRO. It computes as users of DeepSpeed write it: rows through the model's
+own forward, and the logits of all tokens. rlcore's executors pack the rows, and hold no logits.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.bench.case import Case, Contender, Work
-from rlcore.bench.cases.models import LEARNING_RATE, Folder, Load, learner, load_on, transformers_class
-from rlcore.bench.cases.reinforcement import check_trained
-from rlcore.bench.cases.train_steps import CLIP_HIGH, CLIP_LOW, clipped_gain
+from rlcore.bench.case import Case, Quantity, Work
+from rlcore.bench.cases.models import LEARNING_RATE, QWEN_1_5B, TINY, drawn, packed_batch, transformers_class
+from rlcore.bench.cases.train_steps import (
+    Batch,
+    Compared,
+    PlainRank,
+    Setup,
+    StepTimes,
+    clipped_gain,
+    engine_steps,
+    plain_steps,
+)
 from rlcore.device import Device
 from rlcore.engines.deepspeed.library import check_installed, deepspeed_for
 from rlcore.engines.deepspeed.options import ZeroOptions
-from rlcore.engines.train import TrainEngine
-from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.tensor_data import dtype_name
 
 _STAGES = (2, 3)
+_TOKENS, _HOST_TOKENS = 4096, 256
+_SEQUENCES = 8
+"""Sequences of equal length."""
+_WARM_UP, _STEPS = 3, 8
+
+
+class _ZeroLoop(PlainRank):
+    """A policy-gradient step of a DeepSpeed engine."""
+
+    stage: int
+
+    def build(self) -> tuple[Any, torch.optim.Optimizer]:
+        setup, library = self.setup, deepspeed_for(self.device)
+        library.init_distributed(self.device.collectives.backend, dist_init_required=False)
+        with self.device.torch_device:
+            model = transformers_class("Qwen2ForCausalLM")._from_config(setup.model.config(), dtype=setup.dtype)
+        weights = drawn(model, setup.dtype, self.device.type)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name][...])
+        options = ZeroOptions(stage=self.stage, compute_dtype=dtype_name(setup.dtype))
+        config = options.deepspeed_config(sum(one.numel() for one in model.parameters()))
+        config |= {"gradient_clipping": 1.0, "managed_gradient_accumulation": True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        return engine, optimizer
+
+    def step(self, scored: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        rows = {name: batch[name].view(_SEQUENCES, -1).to(scored.device) for name in ("input_ids", "old_logprobs")}
+        advantages = batch["advantages"].view(_SEQUENCES, -1).to(scored.device)
+        logits = scored(input_ids=rows["input_ids"]).logits
+        logprob = logits[:, :-1].float().log_softmax(-1).gather(2, rows["input_ids"][:, 1:, None])[..., 0]
+        loss = -clipped_gain(logprob, rows["old_logprobs"][:, 1:], advantages[:, 1:]).mean()
+        scored.backward(loss)
+        scored.step()
+        return loss.detach()[None]
+
+
+class _ZeroLoop2(_ZeroLoop):
+    stage = 2
+
+
+class _ZeroLoop3(_ZeroLoop):
+    stage = 3
 
 
 def _prepare(device: Device) -> Work:
     check_installed()
-    load = load_on(device)
-    held = contextlib.ExitStack()
-    folder = held.enter_context(contextlib.closing(Folder(load.model, load.dtype, device)))
-    batch = load.train_batch()
-    num_tokens = int(batch["attention_mask"].sum())
+    is_host = device.spec.is_host
+    tokens = _HOST_TOKENS if is_host else _TOKENS
+    setup = Setup(
+        device_names=[device.name],
+        model=TINY if is_host else QWEN_1_5B,
+        dtype=torch.float32 if is_host else torch.bfloat16,
+        tokens=tokens,
+        warm_up=_WARM_UP,
+        recomputes=False,
+    )
+    setup.model.config()  # transformers is there
+    lengths = [tokens // _SEQUENCES] * _SEQUENCES
+    batches = [packed_batch(setup.model.vocabulary, lengths, seed) for seed in range(_WARM_UP + _STEPS)]
+    compared = Compared(device)
+    ways: dict[str, Any] = {"fsdp2": engine_steps}
+    if not is_host:
+        ways["fsdp2, compiled"] = functools.partial(engine_steps, compile=True)
+    for stage, plain in zip(_STAGES, (_ZeroLoop2, _ZeroLoop3), strict=True):
+        ways[f"deepspeed, ZeRO {stage}"] = functools.partial(engine_steps, executor="deepspeed", stage=stage)
+        # in a process of its own: DeepSpeed leaves its groups in globals
+        ways[f"plain DeepSpeed, ZeRO {stage}"] = functools.partial(plain_steps, plain, launcher="process")
+    limits = {} if is_host else {f"product/{dtype_name(setup.dtype)}": 6 * setup.model.num_multiplied * tokens}
 
-    def contender(name: str, executor: str, **options: Any) -> Contender:
-        engine = TrainEngine(learner(folder.path), executor=executor)
-        held.enter_context(engine.build(devices=device.name, compute_dtype=dtype_name(load.dtype), **options))
-        loss = ppo_clip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
-        return Contender(name, lambda: engine.train_batch(batch, loss), check_trained)
+    def quantities(done: StepTimes) -> dict[str, Quantity]:
+        found = {"tokens": Quantity([tokens / seconds for seconds in done.seconds], "token/s")}
+        return found | ({} if is_host else {"peak_memory": Quantity(done.peak_bytes, "B")})
 
-    contenders = [contender("fsdp2", "fsdp2")]
-    contenders += [contender(f"deepspeed, ZeRO {stage}", "deepspeed", stage=stage) for stage in _STAGES]
-    # One alone: two engines of a process would share DeepSpeed's globals.
-    plain = held.enter_context(contextlib.closing(_PlainLoop(device, load, folder)))
-    contenders.append(Contender(f"plain DeepSpeed, ZeRO {plain.stage}", lambda: plain.step(batch), check_trained))
-    return Work(tuple(contenders), {**load.params, "tokens": num_tokens, "devices": 1}, close=held.close)
-
-
-class _PlainLoop:
-    """A policy-gradient step as users of DeepSpeed write it: padded rows through the model's own forward."""
-
-    stage = _STAGES[0]
-
-    def __init__(self, device: Device, load: Load, folder: Folder) -> None:
-        library = deepspeed_for(device)
-        if not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(device.collectives.backend, store=store, rank=0, world_size=1)
-        model = transformers_class("Qwen2ForCausalLM").from_pretrained(folder.path, dtype=load.dtype)
-        options = ZeroOptions(stage=self.stage, compute_dtype=dtype_name(load.dtype))
-        config = options.deepspeed_config(sum(one.numel() for one in model.parameters()))
-        config |= {"gradient_clipping": 1.0, "managed_gradient_accumulation": True}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        self._engine, *_ = library.initialize(
-            model=model.to(device.torch_device), optimizer=optimizer, config=config, dist_init_required=False
-        )
-        self._device = device.torch_device
-
-    def step(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        there = {name: entry.to(self._device) for name, entry in batch.items()}
-        logits = self._engine(input_ids=there["input_ids"], attention_mask=there["attention_mask"]).logits
-        logprob = logits[:, :-1].float().log_softmax(-1).gather(2, there["input_ids"][:, 1:, None])[..., 0]
-        mask = there["loss_mask"][:, 1:]
-        gain = clipped_gain(logprob, there["old_logprobs"][:, 1:], there["advantages"][:, None])
-        loss = -(gain * mask).sum() / mask.sum()
-        self._engine.backward(loss)
-        self._engine.step()
-        return {"loss": float(loss.detach()), "grad_norm": float(self._engine.get_global_grad_norm())}
-
-    def close(self) -> None:
-        self._engine.destroy()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    contenders = [
+        compared.contender(name, functools.partial(steps, setup=setup, batches=batches), quantities, limits=limits)
+        for name, steps in ways.items()
+    ]
+    return Work(tuple(contenders), {**setup.params, "devices": 1}, num_runs=1)
 
 
 cases = (
     Case(
         "train/zero",
-        "one optimizer step of a Qwen2 under ZeRO 2 and 3, beside FSDP2 and beside DeepSpeed without rlcore",
+        "a step of 4k tokens, 1.5B: ZeRO 2 and 3 beside DeepSpeed without rlcore, and beside FSDP2",
         _prepare,
-        estimate_s=40.0,
-        device_estimate_s=90.0,
+        effort="full",
+        estimate_s=90.0,
+        device_estimate_s=180.0,
     ),
 )

@@ -52,6 +52,7 @@ class DeepSpeedExecutor(ShardedExecutor):
         library = deepspeed_for(self.device)
         self.context.process_group(COLLECTIVE_TIMEOUT_S)
         library.init_distributed(self.device.collectives.backend, dist_init_required=False)
+        module.measure_head()
         source = open_weights(module, dtype)
         retype(module, dtype, dtype)
         config = chosen.deepspeed_config(sum(one.numel() for one in module.parameters()))

@@ -1,5 +1,7 @@
 """GRPO on the tokens of high entropy alone (arXiv:2506.01939): those at which an answer takes one way or another."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,15 @@ class Entropies(PolicyMethods):
 
     @torch.no_grad()
     def entropies(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return [N, L]: the entropy of the distribution of each token, 0 at the first."""
-        logits = self(input_ids, attention_mask).logits[:, :-1]
+        """Return [N, L] on the host: the entropy of the distribution of each token, 0 at the first."""
+        device: Any = self.device
+        input_ids = input_ids.to(device)
+        logits = self(input_ids, attention_mask.to(device)).logits[:, :-1]
         scores = token_logprob(
             logits.flatten(0, 1), input_ids[:, 1:].flatten(), temperature=TEMPERATURE, with_entropy=True
         )
         assert scores.entropy is not None
-        return torch.nn.functional.pad(scores.entropy.view(len(input_ids), -1), (1, 0))
+        return torch.nn.functional.pad(scores.entropy.view(len(input_ids), -1), (1, 0)).cpu()
 
 
 class HighEntropy(Algorithm):

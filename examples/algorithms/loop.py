@@ -10,8 +10,10 @@ Letters: P problems, n answers to each, N = P n sequences, L longest sequence.
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from rlcore.quickstart import task
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import PolicyMethods
 from rlcore.quickstart.pretrained import model_class, tokenizer_of
+from rlcore.quickstart.run import SMALL
 
 TEMPERATURE, IMITATION_RATE = 1.25, 2e-3
 Batch = dict[str, Tensor]
@@ -45,9 +48,21 @@ class Rollout:
         return Rollout([self.problems[row] for row in kept], [self.outputs[row] for row in kept], self.rewards[kept])
 
 
+class Outcome(NamedTuple):
+    """What a run did."""
+
+    before: float
+    """The share of right greedy answers to held-out problems before the first step."""
+    rewards: list[float]
+    """The mean reward of each step."""
+    after: float
+
+
 class Algorithm:
     """An algorithm: it does something of its own at each of the places where algorithms differ."""
 
+    imitation = 300
+    """Supervised steps before the first of the algorithm, unless ``--imitation`` says otherwise."""
     policy: type = PolicyMethods
     """Mixed into the model's class; its methods are those of ``run.train``."""
     token_weights: Any = "seq-mean-token-mean"
@@ -58,6 +73,10 @@ class Algorithm:
 
     def loss_fn(self) -> LossFn:
         return ppo_clip(clip_high=0.2)
+
+    def teacher(self, run: Run, problems: list[task.Problem]) -> list[str]:
+        """Return the answers that the warm-start imitates; this teacher forgets carries, and is right half the time."""
+        return task.teacher_texts(problems, run.generator)
 
     def begin(self, run: Run) -> None:
         """Build what the algorithm needs besides trainer and sampler; ``run.keep`` closes it at the end."""
@@ -101,8 +120,8 @@ class Run:
         self.held_out = self.held_out[: options.held_out]
         self._engines: list[Any] = []
         self.train = self.build(algorithm.policy)
-        sampler = rlcore.InferenceEngine(self.path, executor=options.sampler)
-        self.infer = self.keep(sampler.build(colocate_with=self.train, dtype="float32"))
+        sampler, small = rlcore.InferenceEngine(self.path, executor=options.sampler), SMALL.get(options.sampler, {})
+        self.infer = self.keep(sampler.build(colocate_with=self.train, dtype="float32", **small))
 
     def keep(self, engine: Any) -> Any:
         """Close this engine when the run ends."""
@@ -123,10 +142,11 @@ class Run:
             engine.close()
 
     def imitate(self, num_steps: int) -> None:
-        """Supervised warm-start with a teacher that forgets carries: about half of the sampled answers are right."""
+        """Supervised warm-start with the answers of the algorithm's teacher."""
         for step in range(num_steps):
             self.train.set_rate(IMITATION_RATE * min(1, (step + 1) / 20))
-            self.train.imitate(**task.imitation_batch(self.training, 256, self.tokenizer, self.generator))
+            asked = task.draw(self.training, 256, self.generator)
+            self.train.imitate(**task.answer_batch(asked, self.algorithm.teacher(self, asked), self.tokenizer))
         self.train.begin_reinforcement()
         self.train.set_rate(self.options.rate)
         self.train.sync_weights(self.infer)
@@ -174,30 +194,40 @@ class Run:
         return float(rollout.rewards.mean())
 
 
-def main(algorithm: Algorithm, argv: list[str] | None = None) -> tuple[float, float]:
-    """Run the algorithm; print, and return, the held-out score before and after it."""
+def arguments(algorithm: Algorithm, argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the flags of a program as ``Run`` takes them."""
     parser = argparse.ArgumentParser(description=type(algorithm).__doc__)
-    numbers = {"steps": 30, "seed": 0, "imitation": 300, "problems": 32, "samples": 8, "held-out": 512}
-    for name, number in numbers.items():
+    numbers = {"steps": 30, "seed": 0, "problems": 32, "samples": 8, "held-out": 512}
+    for name, number in (numbers | {"imitation": algorithm.imitation}).items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--rate", type=float, default=3e-4, help="the learning rate")
     parser.add_argument("--trainer", default="fsdp2", help="the train executor")
     parser.add_argument("--sampler", default="hf", help="the inference executor")
-    run = Run(algorithm, parser.parse_args(argv))
+    parser.add_argument("--record", type=Path, help="a file for what is printed, as JSON")
+    return parser.parse_args(argv)
+
+
+def main(algorithm: Algorithm, argv: list[str] | None = None) -> Outcome:
+    """Run the algorithm; print, and return, what it does to the held-out score."""
+    run = Run(algorithm, arguments(algorithm, argv))
+    rewards: list[float] = []
     try:
         run.imitate(run.options.imitation)
         algorithm.begin(run)
         before = run.score()
         print(f"score {before:.3f} at the beginning", flush=True)
         for step in range(1, run.options.steps + 1):
-            reward = run.step()
+            rewards.append(run.step())
             if step % 5 == 0:
-                print(f"step {step:3}  reward {reward:.3f}", flush=True)
+                print(f"step {step:3}  reward {rewards[-1]:.3f}", flush=True)
         after = run.score()
         print(f"score {after:.3f} after {run.options.steps} steps of {type(algorithm).__name__}", flush=True)
     finally:
         run.close()
-    return before, after
+    outcome = Outcome(before, rewards, after)
+    if run.options.record:
+        run.options.record.write_text(json.dumps(outcome._asdict()))
+    return outcome
 
 
 def reference_of(run: Run) -> rlcore.TrainEngine:

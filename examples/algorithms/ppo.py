@@ -29,15 +29,19 @@ class Critic(HuggingFaceTrainModule):
 
     def values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return [N, L]: at token t what the tokens before it are worth."""
-        hidden_NLH = self.get_decoder()(input_ids, attention_mask).last_hidden_state  # type: ignore[operator]
+        device: Any = self.device
+        inputs = input_ids.to(device), attention_mask.to(device)
+        hidden_NLH = self.get_decoder()(*inputs).last_hidden_state  # type: ignore[operator]
         return nn.functional.pad(self.value_head(hidden_NLH).squeeze(-1)[:, :-1], (1, 0))
 
     @torch.no_grad()
     def judge(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.values(input_ids, attention_mask)
+        return self.values(input_ids, attention_mask).cpu()
 
     def fit(self, batch: Batch) -> float:
         """Take a step towards the returns."""
+        device: Any = self.device
+        batch = {name: entry.to(device) for name, entry in batch.items()}
         values_NL = self.values(batch["input_ids"], batch["attention_mask"])
         weight_NL = token_weights("token-mean", batch["loss_mask"])
         old_NL = batch["old_values"]

@@ -5,27 +5,22 @@ from collections import Counter
 import torch
 
 from rlcore.examples.algorithms.loop import Algorithm, Rollout, Run, main
-
-LABELLED_STEPS = 10
+from rlcore.quickstart import task
 
 
 class TTRL(Algorithm):
     """Test-time reinforcement learning by majority vote."""
 
-    has_votes = False
+    imitation = 150
 
-    def begin(self, run: Run) -> None:
-        """Take some steps with known answers: the vote only helps where most samples agree on right ones.
+    def teacher(self, run: Run, problems: list[task.Problem]) -> list[str]:
+        """Return right answers, which are imitated for a short time only.
 
-        The teacher of the warm-start forgets carries, and so do most samples of its pupil.
+        A vote finds the right answer where mistakes differ. Pupils of the teacher that forgets carries make the same.
         """
-        for _ in range(LABELLED_STEPS):
-            run.step()
-        self.has_votes = True
+        return [task.answer_text(problem) for problem in problems]
 
     def rollout(self, run: Run) -> Rollout:
-        if not self.has_votes:
-            return super().rollout(run)
         sampled = run.sample(run.num_problems)
         votes = [majority_rewards([answer.text for answer in output.outputs]) for output in sampled.outputs]
         return Rollout(sampled.problems, sampled.outputs, torch.tensor(votes))

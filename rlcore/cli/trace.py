@@ -39,7 +39,9 @@ def trace(
     ] = None,
     report: Annotated[
         list[Path] | None,
-        typer.Option(help="Run nothing: make the report of the trace in this folder again; several with --picture."),
+        typer.Option(
+            help="Run nothing: report on the trace in this folder again; several, or timelines, with --picture."
+        ),
     ] = None,
     picture: Annotated[
         Path | None,

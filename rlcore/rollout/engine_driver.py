@@ -109,24 +109,26 @@ class EngineDriver:
         began = self._call_began
         return 0.0 if began is None or _is_inline(self.engine) else time.monotonic() - began
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, the engine is the caller's, and makes no tokens. One that cannot be paused is taken out.
-
-        The driver's thread pauses and resumes it: the caller does not wait for an engine that has stopped and is out.
-        """
+    def ask_to_pause(self) -> None:
+        """Let the driver's thread pause the engine: a caller would wait for one that has stopped, and is out."""
         with self._changed:
             self._num_pauses += 1
             self._changed.notify_all()
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_ended or (self._stands_still and self._call_began is None))
-            yield
-        finally:
-            with self._changed:
-                self._num_pauses -= 1
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_ended or self._num_pauses or not self._stands_still)
+
+    def await_pause(self) -> None:
+        """Wait until the engine makes no tokens, or is out."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ended or (self._stands_still and self._call_began is None))
+
+    def ask_to_resume(self) -> None:
+        with self._changed:
+            self._num_pauses -= 1
+            self._changed.notify_all()
+
+    def await_resume(self) -> None:
+        """Wait until the engine goes on, is out, or is to pause for somebody else."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ended or self._num_pauses or not self._stands_still)
 
     def end(self, error: RlcoreError) -> None:
         """Take the engine out: its requests go to ``on_failure``, and what it still answers is dropped."""
@@ -258,6 +260,25 @@ class EngineDriver:
     def _leave(self, requests: Sequence[Request]) -> None:
         """Count requests that the engine has no more. It is called with the lock held."""
         self.tokens_under_way -= sum(one.tokens for one in requests)
+
+
+@contextlib.contextmanager
+def paused(drivers: Sequence[EngineDriver]) -> Iterator[None]:
+    """Inside, the engines are the caller's, and make no tokens. One that cannot be paused is taken out.
+
+    All are asked before one is waited for, so that several that have stopped are out after the time of one.
+    """
+    for driver in drivers:
+        driver.ask_to_pause()
+    try:
+        for driver in drivers:
+            driver.await_pause()
+        yield
+    finally:
+        for driver in drivers:
+            driver.ask_to_resume()
+        for driver in drivers:
+            driver.await_resume()
 
 
 def _is_inline(engine: InferenceEngine) -> bool:

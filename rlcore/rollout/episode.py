@@ -20,8 +20,8 @@ class Episode:
     data: Any
     trajectories: list[Trajectory]
     oldest_version: int | None = field(init=False)
-    """The oldest version of a token that was sampled for it; None if there is none. It is computed once, because that
-    reads every token."""
+    """The oldest version of a token that was sampled for it; None if there is none. It is asked for several times, and
+    computed once."""
 
     def __post_init__(self) -> None:
         found = [version for one in self.trajectories if (version := one.oldest_version) is not None]

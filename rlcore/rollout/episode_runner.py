@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -55,6 +56,9 @@ class EpisodeRunner:
         self._fleet, self._defaults, self._reader = fleet, defaults, reader
         self._episode_timeout_s, self._on_end = episode_timeout_s, on_end
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        """Calls that any thread has left for the loop, in order."""
+        self._is_woken = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
         self._thread.start()
@@ -74,9 +78,15 @@ class EpisodeRunner:
         self.call_soon(self._cancel, list(numbers))
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function in the loop's thread; after ``close`` do nothing."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *args)
+        """Call a function in the loop's thread; after ``close`` do nothing.
+
+        The loop is woken once for all calls that come before it runs: each time is a system call.
+        """
+        self._calls.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._take_calls)
 
     @property
     def num_running(self) -> int:
@@ -100,6 +110,12 @@ class EpisodeRunner:
             self._loop.run_forever()
         finally:
             self._loop.close()
+
+    def _take_calls(self) -> None:
+        self._is_woken = False  # first: who finds it set has left its call before this
+        while self._calls:
+            function, args = self._calls.popleft()
+            self._loop.call_soon(function, *args)
 
     def _start(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         self._tasks[number] = task = self._loop.create_task(self._run(number, data, workflow, accept))

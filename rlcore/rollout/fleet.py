@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
-from rlcore.errors import RlcoreError, RolloutError, SyncError, first_line
-from rlcore.rollout.engine_driver import EngineDriver, Request
+from rlcore.errors import RlcoreError, RolloutError, first_line
+from rlcore.rollout.engine_driver import EngineDriver, Request, paused
 from rlcore.rollout.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Fleet:
     def add_guest(self, engine: InferenceEngine, name: str) -> None:
         """Take in an engine that stands still until ``open_guest``; weight updates leave it out."""
         self._guest = EngineDriver(engine, name, self._timeline, self._failed, self._place_waiting)
-        self._guest_held.enter_context(self._guest.paused())
+        self._guest_held.enter_context(paused([self._guest]))
 
     def open_guest(self) -> None:
         """Let the guest generate: what waits for room goes to it, and what it had goes on."""
@@ -110,19 +110,19 @@ class Fleet:
         with self._lock:
             self._is_guest_open, was_open = False, self._is_guest_open
         if was_open and self._guest is not None:
-            self._guest_held.enter_context(self._guest.paused())
+            self._guest_held.enter_context(paused([self._guest]))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[list[InferenceEngine]]:
         """Inside, no engine makes tokens; the healthy ones are the caller's."""
-        with contextlib.ExitStack() as stack:
-            drivers = self._healthy()
-            for driver in drivers:
-                stack.enter_context(driver.paused())
+        drivers = self._healthy()
+        with paused(drivers):
             yield [driver.engine for driver in drivers if driver.is_alive]
 
     def update(self, sync: Callable[[list[InferenceEngine]], R]) -> R:
         """Give all engines new weights; those that are out, or cannot be paused, are restarted first, and come back.
+
+        Where some die meanwhile, the others get the weights. If none is left they are restarted, once.
 
         Args:
             sync: sends the weights to these engines.
@@ -140,13 +140,11 @@ class Fleet:
                 raise RolloutError(f"no inference engine is left: {self._why_out()}") from self._first_failure()
             try:
                 found = sync(engines)
-            except SyncError:
-                lively = [engine for engine in engines if _answers(engine)]
-                if not lively or len(lively) == len(engines):
+            except RlcoreError:
+                engines, restarted = self._after_deaths(engines, restarted)
+                if not engines:
                     raise
-                self._take_out_dead(engines)
-                restarted = [index for index in restarted if self.engines[index] in lively]
-                found = sync(lively)
+                found = sync(engines)
         self._bring_back(restarted)
         return found
 
@@ -240,6 +238,23 @@ class Fleet:
                 self._drivers[index] = self._driver(index)
                 del self.failures[index]
         self._place_waiting()
+
+    def _after_deaths(
+        self, engines: Sequence[InferenceEngine], restarted: Sequence[int]
+    ) -> tuple[list[InferenceEngine], list[int]]:
+        """Take out those of ``engines`` that died in a sync; where none lives restart them.
+
+        Returns:
+            the engines to sync with again, none if none has died or none starts; and which of them were restarted.
+        """
+        lively = [engine for engine in engines if _answers(engine)]
+        if len(lively) == len(engines):
+            return [], []
+        self._take_out_dead(engines)
+        if lively:
+            return lively, [index for index in restarted if self.engines[index] in lively]
+        again = self._restarted(set(self.failures))
+        return [self.engines[index] for index in again], again
 
     def _take_out_dead(self, engines: Sequence[InferenceEngine]) -> None:
         for driver in self._healthy():

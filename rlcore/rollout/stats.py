@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from rlcore.rollout.timeline import Timeline
 
-_MEASURED = {"staleness", "sampler_idle", "trainer_idle", "sync", "lent", "engine_failures", "requests_moved"}
+_MEASURED = {
+    *("staleness", "sampler_idle", "trainer_idle", "sync", "lent", "hidden", "engine_failures", "requests_moved")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class RolloutStats:
     """The share of the time in which weights were synced."""
     lent: float
     """The share of the time in which the trainer's devices were lent and generated."""
+    hidden: float
+    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins."""
     engine_failures: int
     """How often an engine was taken out."""
     requests_moved: int
@@ -70,6 +74,7 @@ class RolloutStats:
             trainer_idle=timeline.seconds(trainer, "wait") / total_s,
             sync=timeline.seconds(trainer, "sync") / total_s,
             lent=timeline.seconds(lent, "generate") / total_s,
+            hidden=_hidden(timeline, lanes, trainer),
             engine_failures=engine_failures,
             requests_moved=requests_moved,
         )
@@ -83,6 +88,12 @@ class RolloutStats:
             f"tokens: {self.tokens_sampled} sampled, {self.tokens_rejected} rejected, "
             f"{self.tokens_discarded} discarded\n"
             f"staleness -> episodes: {histogram}\n"
-            f"idle: samplers {idle}; trainer {self.trainer_idle:.0%}; syncing {self.sync:.0%}"
-            + (f"; lent to samplers {self.lent:.0%}" if self.lent else "")
+            f"idle: samplers {idle}; trainer {self.trainer_idle:.0%}; syncing {self.sync:.0%}; "
+            f"generation hidden {self.hidden:.0%}" + (f"; lent to samplers {self.lent:.0%}" if self.lent else "")
         )
+
+
+def _hidden(timeline: Timeline, lanes: Sequence[str], trainer: str) -> float:
+    hidden_s = sum(timeline.seconds_together(lane, "generate", trainer, "train") for lane in lanes)
+    all_s = sum(timeline.seconds_together(lane, "generate", lane, "generate") for lane in lanes)
+    return hidden_s / max(all_s, 1e-9)

@@ -86,6 +86,20 @@ class Timeline:
             now_s = time.monotonic() - self._origin
             return self._seconds[lane, what] + (now_s - begin_s if opened == what else 0.0)
 
+    def seconds_together(self, lane: str, what: str, other_lane: str, other_what: str) -> float:
+        """Return the time in which two lanes did these things at once, of the spans that are kept."""
+        ours = [one for one in self.spans if (one.lane, one.what) == (lane, what)]
+        theirs = [one for one in self.spans if (one.lane, one.what) == (other_lane, other_what)]
+        found, first = 0.0, 0
+        for span in ours:
+            while first < len(theirs) and theirs[first].end_s <= span.begin_s:
+                first += 1
+            for other in theirs[first:]:
+                if other.begin_s >= span.end_s:
+                    break
+                found += min(span.end_s, other.end_s) - max(span.begin_s, other.begin_s)
+        return found
+
     @takes("Timeline.save()", path=PATH)
     def save(self, path: str | Path) -> None:
         """Write the spans as JSON: ``[{"lane", "what", "begin_s", "end_s"}, ...]``."""

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlcore.arguments import LIST, Kind, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.errors import InvalidInputError
+from rlcore.rollout.runs import Runs, joined
 from rlcore.routing.replay import joined_routes
 from rlcore.routing.routers import ROUTES
 from rlcore.sequence_input import joined_inputs
@@ -28,15 +30,15 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sequence of an episode. The lists have one entry a token."""
+    """One sequence of an episode. The first four have one entry a token."""
 
     token_ids: list[int]
-    loss_mask: list[bool]
-    """True for the tokens that the model sampled."""
+    loss_mask: Sequence[bool]
+    """True for the tokens that the model sampled. It is kept as ``Runs``, and equal to the list that was given."""
     logprobs: list[float]
     """Natural log of the probability that a token was sampled with; 0 where it was not sampled."""
-    versions: list[int]
-    """The version of the weights that sampled a token; -1 where it was not sampled."""
+    versions: Sequence[int]
+    """The version of the weights that sampled a token; -1 where it was not sampled. It is kept as ``Runs``."""
     reward: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
     """Plain values of your own, such as the text of the answer."""
@@ -54,6 +56,8 @@ class Trajectory:
             )
         if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
             raise InvalidInputError(f"the reward of a Trajectory must be a finite number, got {self.reward!r}")
+        object.__setattr__(self, "loss_mask", Runs.of(self.loss_mask))
+        object.__setattr__(self, "versions", Runs.of(self.versions))
 
     @classmethod
     def of(
@@ -70,14 +74,12 @@ class Trajectory:
             inputs: what the prompt has beside its tokens, ``RequestOutput.inputs``.
         """
         given = len(prompt)
-        versions: list[int] = []
-        for span in completion.version_spans:
-            versions += [span.version] * (span.end - span.start)
+        spans = completion.version_spans
         return cls(
             [*prompt, *completion.token_ids],
-            [False] * given + [True] * len(completion.token_ids),
-            [0.0] * given + list(completion.logprobs),
-            [NOT_SAMPLED] * given + versions,
+            Runs([(False, given), (True, len(completion.token_ids))]),
+            [0.0] * given + completion.logprobs,
+            Runs([(NOT_SAMPLED, given), *((span.version, span.end - span.start) for span in spans)]),
             reward,
             {"text": completion.text},
             completion.routed_experts,
@@ -86,12 +88,13 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        return sum(self.loss_mask)
+        return sum(length for is_sampled, length in Runs.of(self.loss_mask).runs if is_sampled)
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest version of a sampled token; None if there is none."""
-        return min(set(self.versions) - {NOT_SAMPLED}, default=None)
+        versions = (version for version, _ in Runs.of(self.versions).runs)
+        return min((version for version in versions if version != NOT_SAMPLED), default=None)
 
     def followed_by(
         self, prompt: Sequence[int], completion: Completion, inputs: Mapping[str, Tensor] | None = None
@@ -119,7 +122,8 @@ class Trajectory:
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain data, without the experts and the inputs beside the tokens."""
-        return asdict(replace(self, routed_experts=None, inputs={}))
+        found = asdict(replace(self, routed_experts=None, inputs={}))
+        return found | {"loss_mask": list(self.loss_mask), "versions": list(self.versions)}
 
 
 def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:
@@ -167,20 +171,23 @@ def collate_trajectories(groups: Sequence[Sequence[Trajectory]]) -> dict[str, An
     lengths = np.array([len(one.token_ids) for one in each])
     is_token = np.arange(lengths.max()) < lengths[:, None]
 
-    def padded(entries: Iterable[list[Any]], dtype: type, padding: int = 0) -> Tensor:
+    def padded(entries: NDArray[Any], padding: int = 0) -> Tensor:
         # All rows at once: row by row it takes eight to ten times as long.
-        rows: Any = np.full(is_token.shape, padding, dtype)
-        rows[is_token] = np.fromiter(itertools.chain.from_iterable(entries), dtype, lengths.sum())
+        rows = np.full(is_token.shape, padding, entries.dtype)
+        rows[is_token] = entries
         return torch.from_numpy(rows)
 
+    def listed(lists: Iterable[list[Any]], dtype: type) -> NDArray[Any]:
+        return np.fromiter(itertools.chain.from_iterable(lists), dtype, lengths.sum())
+
     routes = joined_routes([one.routed_experts for one in each], is_token.shape)
-    rollout_logprobs = padded((one.logprobs for one in each), np.float32)
+    rollout_logprobs = padded(listed((one.logprobs for one in each), np.float32))
     return {
-        "input_ids": padded((one.token_ids for one in each), np.int64),
+        "input_ids": padded(listed((one.token_ids for one in each), np.int64)),
         "attention_mask": torch.from_numpy(is_token),
-        "loss_mask": padded((one.loss_mask for one in each), np.bool_),
+        "loss_mask": padded(joined([Runs.of(one.loss_mask) for one in each], np.bool_)),
         "rollout_logprobs": rollout_logprobs,
-        "versions": padded((one.versions for one in each), np.int64, NOT_SAMPLED),
+        "versions": padded(joined([Runs.of(one.versions) for one in each], np.int64), NOT_SAMPLED),
         "old_logprobs": rollout_logprobs.clone(),
         "rewards": torch.tensor([float(one.reward) for one in each]),
         "group": torch.tensor([index for index, group in enumerate(groups) for _ in group]),

@@ -1,4 +1,7 @@
-"""A picture of who generated, trained, waited and synced: traces of programs one above the other, on one scale."""
+"""A picture of who generated, trained, waited and synced: programs one above the other, on one scale.
+
+A program is the folder of its trace, or the file that ``Timeline.save`` wrote.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,43 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.trace.events import LaneSpan, read_trace
 
-_COLORS = {"generate": "tab:blue", "train": "tab:green", "wait": "lightgray", "sync": "tab:red"}
+_COLORS = {
+    "generate": "tab:blue",
+    "train": "tab:green",
+    "wait": "lightgray",
+    "sync": "tab:red",
+    "evaluate": "tab:orange",
+}
 
 
-def draw_gantt(folders: Sequence[Path], path: Path, *, seconds: float | None = None) -> None:
-    """Draw what a ``RolloutController`` noted in these traces, into a file of any format that matplotlib writes.
+class _TimelineSpan(msgspec.Struct):
+    lane: str
+    what: str
+    begin_s: float
+    end_s: float
+
+
+def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = None) -> None:
+    """Draw what a ``RolloutController`` noted, into a file of any format that matplotlib writes.
 
     Args:
+        sources: folders of traces, and files of timelines; each has the name of its folder or file.
         seconds: how much of each program is drawn, from when its trainer first waited; None is the longest.
 
     Raises:
-        InvalidInputError: a trace has nothing of a controller, or the file cannot be written.
+        InvalidInputError: a source has nothing of a controller, or the picture cannot be written.
         MissingDependencyError: matplotlib is absent.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("matplotlib", needed_for="a picture of a trace", extra="bench") from error
-    programs = {folder.name: _lanes(folder) for folder in folders}
+    programs = {source.name.removesuffix(".json"): _lanes(source) for source in sources}
     lengths = [max(span.end_ns for span in lanes) - _begin(lanes) for lanes in programs.values()]
     shown_s = seconds or max(lengths) / 1e9
     rows = [(name, lane) for name, lanes in programs.items() for lane in sorted({span.lane for span in lanes})][::-1]
@@ -51,11 +70,19 @@ def draw_gantt(folders: Sequence[Path], path: Path, *, seconds: float | None = N
         raise InvalidInputError(f"the picture cannot be written to {path}: {error}") from error
 
 
-def _lanes(folder: Path) -> list[LaneSpan]:
-    found = read_trace(folder).lanes
+def _lanes(source: Path) -> list[LaneSpan]:
+    found = _of_timeline(source) if source.is_file() else read_trace(source).lanes
     if not found:
-        raise InvalidInputError(f"the trace in {folder} has nothing of a RolloutController to draw")
+        raise InvalidInputError(f"{source} has nothing of a RolloutController to draw")
     return found
+
+
+def _of_timeline(file: Path) -> list[LaneSpan]:
+    try:
+        spans = msgspec.json.decode(file.read_bytes(), type=list[_TimelineSpan])
+    except (OSError, msgspec.DecodeError) as error:
+        raise InvalidInputError(f"{file} is no timeline that Timeline.save() wrote: {error}") from error
+    return [LaneSpan(one.lane, one.what, round(one.begin_s * 1e9), round(one.end_s * 1e9)) for one in spans]
 
 
 def _begin(lanes: Sequence[LaneSpan]) -> int:

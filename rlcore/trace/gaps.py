@@ -111,6 +111,9 @@ def _of_lanes(trace: ProgramTrace, spans: Sequence[TracedSpan]) -> Iterator[_Tim
     for number, lane in enumerate(trace.lanes):
         if lane.lane == "trainer" and lane.name == "wait" and "the train engine" in kinds:
             yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, "episodes", "episodes")
+        elif lane.lane == "trainer" and lane.name == "evaluate" and "the train engine" in kinds:
+            words = "an evaluation"
+            yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, words, words)
         elif lane.lane == "trainer" and lane.name == "sync" and "the inference engine" in kinds:
             words = "the weight sync"
             yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, words, words)

@@ -110,7 +110,7 @@ def _rows(report: Report) -> Iterator[tuple[str, list[_Bar]]]:
         yield name, [_times(start, (begin, end), kind, what[:120], what[:400]) for begin, end, kind, what in found]
 
 
-_LANE_KINDS = {"generate": "generate", "train": "compute", "sync": "sync", "wait": "gap"}
+_LANE_KINDS = {"generate": "generate", "train": "compute", "sync": "sync", "wait": "gap", "evaluate": "gap"}
 
 
 def _bar(start: int, span: TracedSpan) -> _Bar:

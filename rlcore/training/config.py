@@ -19,6 +19,8 @@ LOSSES = ("cispo", "cpgd", "decoupled_ppo", "dppo", "gmpo", "gspo", "ppo_clip", 
 SCHEDULES = ("constant", "linear", "cosine")
 COMPARED = ("model", "seed", "data", "algorithm", "rollout")
 """The fields that make a run what it is."""
+_BEFORE = {"rollout.pacing": False}
+"""Values of fields that older configurations lack: what their runs did."""
 _FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _ABOVE_0 = Kind("a number above 0", lambda value: AT_LEAST_0.has(value) and value > 0)
 _NAME = Kind("a text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
@@ -212,4 +214,18 @@ class TrainConfig(Section):
 
         The number of steps, devices and launchers, the folder, and how often is evaluated and saved may change.
         """
-        return [name for name in COMPARED if self.plain()[name] != earlier[name]]
+        now, before = _compared(self.plain()), _BEFORE | _compared(earlier)
+        return [
+            f"{name} ({before.get(name)!r}, now {now.get(name)!r})"
+            for name in now | before
+            if now.get(name) != before.get(name)
+        ]
+
+
+def _compared(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``COMPARED``, those of sections as "section.field"."""
+    found: dict[str, Any] = {}
+    for name in COMPARED:
+        value = plain[name]
+        found |= {f"{name}.{field}": one for field, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found

@@ -102,7 +102,7 @@ class TrainFolder:
             raise InvalidInputError(f"{self.path} holds a run; add --resume to continue it, or give another output=")
         if self.has_checkpoint and (changed := config.differences(earlier)):
             raise InvalidInputError(
-                f"cannot resume {self.path}: it holds a run with another {' and '.join(changed)}; "
+                f"cannot resume {self.path}: it holds a run with another {', '.join(changed)}; "
                 "give the same configuration, or another output="
             )
 

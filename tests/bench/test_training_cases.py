@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,9 @@ pytest.importorskip("transformers")
 trainer_offload = pytest.importorskip("rlcore.bench.cases.trainer_offload")
 train_steps = pytest.importorskip("rlcore.bench.cases.train_steps")
 training = pytest.importorskip("rlcore.bench.cases.training")
+
+DEEPSPEED = Path(sys.prefix) / "deepspeed"
+"""Where `make test-slow` installs it, apart from what the other tests import."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +91,25 @@ def test_the_loop_of_context_parallelism_trains_on_what_the_engine_does(monkeypa
     loop = train_steps.plain_steps(parallel._Ring, setup, batches)
     limit = rounding(setup.tokens)  # of sums over tokens, in another order
     assert abs(engine.loss - loop.loss) < limit and len(loop.seconds) == len(engine.seconds) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_plain_loop_of_deepspeed_trains_on_what_the_engine_does(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEEPSPEED.is_dir():
+        monkeypatch.syspath_prepend(str(DEEPSPEED))
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed; `make test-slow` does it")
+    from rlcore.bench.cases import zero  # transformers is there
+
+    setup = train_steps.Setup(["cpu:0"], TINY, torch.float32, tokens=256, warm_up=1, recomputes=False)
+    batches = [packed_batch(TINY.vocabulary, [32] * 8, seed) for seed in range(2)]
+    engine = train_steps.engine_steps(setup, batches, executor="deepspeed", stage=stage)
+    plain = train_steps.plain_steps({2: zero._ZeroLoop2, 3: zero._ZeroLoop3}[stage], setup, batches, launcher="process")
+    limit = rounding(setup.tokens)  # of sums over tokens, in another order
+    assert abs(engine.loss - plain.loss) < limit and len(plain.seconds) == len(engine.seconds) == 1
 
 
 @pytest.mark.slow

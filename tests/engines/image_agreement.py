@@ -13,6 +13,7 @@ import rlcore
 from tests.accuracy import assert_as_accurate
 
 from .image_models import continued_logprobs, model_class, prompt_of
+from .plain_training import products_in_tf32
 from .train_policy import adamw_policy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
@@ -41,14 +42,18 @@ def mixed_prompts(family: str) -> list[Any]:
     ]
 
 
-def check_logprobs(family: str, folder: Path, outputs: Any, batch: Any, train: rlcore.TrainEngine) -> None:
+def check_logprobs(
+    family: str, folder: Path, outputs: Any, batch: Any, train: rlcore.TrainEngine, *, device: str = "cpu"
+) -> None:
+    """Hold them against float64 on the host, as far as float32 by transformers' forward on ``device`` comes to it."""
     sampled_NL = batch.get("rollout_logprobs", batch["old_logprobs"])
     trained_NL, mask_NL, state = train.forward_logprobs(batch), batch["loss_mask"], train.state_dict(adapters="merged")
     exact, reference = (own_model(family, folder, state, dtype) for dtype in (torch.float64, torch.float32))
+    reference.to(device)
     found: list[Any] = []
     completions = [(output, completion) for output in outputs for completion in output.outputs]
     for row, (output, completion) in enumerate(completions):
-        with torch.no_grad():
+        with torch.no_grad(), products_in_tf32():
             plain = [
                 continued_logprobs(model, output.prompt_token_ids, completion.token_ids, output.inputs)
                 for model in (reference, exact)
@@ -60,8 +65,9 @@ def check_logprobs(family: str, folder: Path, outputs: Any, batch: Any, train: r
 
 
 def own_model(family: str, folder: Path, state: Any, dtype: torch.dtype) -> Any:
-    """transformers' own class with the trainer's weights, which have the names of checkpoints."""
+    """transformers' own class with the trainer's weights, which have the names of the checkpoint that it began with."""
     model = policy_of(family).from_pretrained(folder).eval()
+    model.stored_names(state)
     with torch.no_grad():
         for name, tensor in model.named_weights():
             tensor.copy_(state[name])

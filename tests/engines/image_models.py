@@ -184,8 +184,10 @@ def prompt_of(family: str, images: tuple[tuple[int, int], ...] = ((4, 4),), *, s
 class PlainImageTraining(PlainTraining):
     """A model of images trained one sequence at a time by transformers' own forward: no packing, no rows, no cuts."""
 
-    def __init__(self, module: Any, dtype: torch.dtype, inputs: Mapping[str, SequenceInput]) -> None:
-        super().__init__(module, dtype)
+    def __init__(
+        self, module: Any, dtype: torch.dtype, inputs: Mapping[str, SequenceInput], device: str = "cpu"
+    ) -> None:
+        super().__init__(module, dtype, device)
         self.inputs = inputs
 
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -200,23 +202,23 @@ class PlainImageTraining(PlainTraining):
 class ImageTruth(Truth):
     """The truth that an engine must come to with these images."""
 
-    def __init__(self, make: Callable[[], Any], inputs: Mapping[str, SequenceInput]) -> None:
-        super().__init__(make)
+    def __init__(self, make: Callable[[], Any], inputs: Mapping[str, SequenceInput], device: str = "cpu") -> None:
+        super().__init__(make, device=device)
         self.exact = PlainImageTraining(make(), torch.float64, inputs)
-        self.reference = PlainImageTraining(make(), torch.float32, inputs)
+        self.reference = PlainImageTraining(make(), torch.float32, inputs, device)
 
 
 def continued_logprobs(model: Any, prompt: list[int], completion: list[int], inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the log-prob of each token of a completion by transformers' own forward: the prompt, then the others.
+    """Return the log-prob, on the host, of each token of a completion by transformers' own forward: the prompt first.
 
     In the completion no token stands for an image: transformers' forward of all at once would take it for one.
     """
-    ids = torch.tensor([completion])
+    ids = torch.tensor([completion], device=model.device)
     model.model.rope_deltas = None  # the Qwen models would take those of the last prompt with images for a text's
     first = _forward(model, torch.tensor(prompt), inputs, use_cache=True)
     then = model(input_ids=ids[:, :-1], past_key_values=first.past_key_values) if len(completion) > 1 else None
     logits = torch.cat([first.logits[0, -1:], *([] if then is None else [then.logits[0]])])
-    return logits.log_softmax(-1).gather(1, ids.T)[:, 0]
+    return logits.log_softmax(-1).gather(1, ids.T)[:, 0].cpu()
 
 
 def plain_logits(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -228,6 +230,7 @@ def plain_logits(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor]) -> Ten
 def _forward(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor], **options: Any) -> Any:
     from transformers import Gemma3ForConditionalGeneration
 
+    ids_L = ids_L.to(model.device)
     is_image_1L = (ids_L == IMAGE)[None]
     name = "token_type_ids" if isinstance(model, Gemma3ForConditionalGeneration) else "mm_token_type_ids"
     types = (
@@ -235,7 +238,9 @@ def _forward(model: Any, ids_L: Tensor, inputs: Mapping[str, Tensor], **options:
     )
     dtype = next(model.parameters()).dtype
     moved = {
-        name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items() if len(value)
+        name: value.to(model.device, dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+        if len(value)
     }
     return model(input_ids=ids_L[None], **types, **moved, **options)
 

@@ -8,7 +8,8 @@ Letters: T packed tokens, R of them scored, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,12 +135,19 @@ class Truth:
 
     def both(self, take: Callable[[PlainTraining], Any]) -> tuple[Any, Any]:
         """Return the result of the reference, and of the exact one."""
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self._is_tf32  # kernels of an engine may compute so
-        try:
+        with products_in_tf32(self._is_tf32):
             return take(self.reference), take(self.exact)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@contextmanager
+def products_in_tf32(are_allowed: bool = True) -> Iterator[None]:
+    """Let a reference on a GPU multiply float32 in TF32, as kernels of an engine may."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = are_allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def assert_metrics(found: Mapping[str, float], reference: Step, exact: Step) -> None:

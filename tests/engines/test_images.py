@@ -69,19 +69,20 @@ def build(
 # ---------------------------------------------------------------------------------------------- sampler and trainer
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", [QWEN, *(pytest.param(family, marks=slow) for family in CONFIGS if family != QWEN)])
-def test_sampler_trainer_and_transformers_agree(family: str, model_folder: Callable[[str], Path]) -> None:
+def test_sampler_trainer_and_transformers_agree(family: str, device: str, model_folder: Callable[[str], Path]) -> None:
     """They do before and after a step, whose weights are synced: vision tower, projector and decoder."""
     prompts = mixed_prompts(family)
     sampling = {"n": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
     with (
-        rlcore.InferenceEngine(model_folder(family)).build(devices="cpu") as infer,
+        rlcore.InferenceEngine(model_folder(family)).build(devices=device) as infer,
         rlcore.TrainEngine(module_of(family, infer.path)).build(colocate_with=infer) as train,
     ):
         for _ in range(2):
             outputs = infer.generate(prompts, sampling, progress=False)
             batch = rlcore.collate(outputs, advantages=torch.linspace(-1, 1, 8))
-            check_logprobs(family, infer.path, outputs, batch, train)
+            check_logprobs(family, infer.path, outputs, batch, train, device=device)
             train.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=48)
             assert train.sync_weights(infer).fallback_bytes == 0
 
@@ -136,7 +137,9 @@ def test_equal_tokens_with_other_images_have_random_numbers_of_their_own(model_f
 # --------------------------------------------------------------------------------------------------------- training
 
 
-@places(("cpu", 1, ()), ("cpu", 2, slow), ("cpu", 3, slow), ("cuda", 2, pytest.mark.multigpu))
+@places(
+    ("cpu", 1, ()), ("cpu", 2, slow), ("cpu", 3, slow), ("cuda", 1, pytest.mark.gpu), ("cuda", 2, pytest.mark.multigpu)
+)
 def test_steps_are_those_of_a_plain_loop(build: Build, place: Place, model_folder: Callable[[str], Path]) -> None:
     """Sequences with and without images, in micro-batches of which some have none, on ranks of which some have none."""
     engine = build(place.workers, place.device)
@@ -144,7 +147,7 @@ def test_steps_are_those_of_a_plain_loop(build: Build, place: Place, model_folde
     texts = [[1, 2, 3], [4, 5, 6, 7, 8], [3, 2]]
     for number, prompts in enumerate((mixed_prompts(QWEN), [*texts, prompt_of(QWEN, seed=9)], texts)):
         batch = image_batch(prompts, num_new=6, seed=number)
-        truth = ImageTruth(lambda: policy_of(QWEN).from_pretrained(folder), inputs_of(batch))
+        truth = ImageTruth(lambda: policy_of(QWEN).from_pretrained(folder), inputs_of(batch), place.device)
         engine.load_state_dict(engine.initial)  # type: ignore[attr-defined]
         engine.forget_steps()
         options: dict[str, Any] = {"max_tokens_per_micro_batch": 30}

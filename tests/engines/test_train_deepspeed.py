@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -32,9 +32,30 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cann
 pytestmark = pytest.mark.slow
 INSTALLED = Path(sys.prefix) / "deepspeed"
 """Where `make test-slow` installs it, apart from what the other tests import."""
-PLACES = ((1, 2), (2, 1), (3, 3))
-"""A stage of ZeRO and a number of workers."""
 Build = Callable[..., rlcore.TrainEngine]
+
+
+class Place(NamedTuple):
+    """A stage of ZeRO, the workers, and their kind of device."""
+
+    stage: int
+    workers: int
+    device: str = "cpu"
+
+
+def places(*on_hosts: Place) -> Any:
+    """A parameter ``place`` of these on hosts, and of each stage on one GPU and on two."""
+    on_gpus = [
+        pytest.param(Place(stage, workers, "cuda"), marks=mark)
+        for workers, mark in ((1, pytest.mark.gpu), (2, pytest.mark.multigpu))
+        for stage in (1, 2, 3)
+    ]
+    return pytest.mark.parametrize(
+        "place", [*on_hosts, *on_gpus], ids=lambda place: f"ZeRO {place.stage}, {place.workers} {place.device}"
+    )
+
+
+each_place = places(Place(1, 2), Place(2, 1), Place(3, 3))
 
 
 class Leaf(nn.Module):
@@ -99,8 +120,12 @@ class Mirror(TrainModule):
     def output_head(self) -> OutputHead:
         return OutputHead(self.get_submodule(self.embedding).weight)  # type: ignore[arg-type]
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     def step_of_its_own(self, token: int) -> float:
-        loss = self.hidden_states({"input_ids": torch.full((4,), token)}).square().mean()
+        loss = self.hidden_states({"input_ids": torch.full((4,), token, device=self.device)}).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -127,22 +152,25 @@ def weights(qwen2_folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def start(weights: dict[str, Tensor], short_runtime_folder: Path) -> Iterator[Build]:
-    """``start(workers, executor="deepspeed", **options)``: a new engine."""
+    """``start(workers, device="cpu", executor="deepspeed", **options)``: a new engine."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
 
         def get(
             workers: int,
+            device: str = "cpu",
             executor: str = "deepspeed",
             frozen: tuple[str, ...] = (),
             kind: type[Any] = torch.optim.AdamW,
             **options: Any,
         ) -> Any:
+            if device == "cuda" and torch.cuda.device_count() < workers:
+                pytest.skip(f"needs {workers} GPUs, found {torch.cuda.device_count()}")
             patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
             with rlcore.meta_device():
                 module = Mirror(weights, frozen, kind)
             engine = stack.enter_context(rlcore.TrainEngine(module, executor=executor))
-            devices = [f"cpu:{index}" for index in range(workers)]
+            devices = [f"{device}:{index}" for index in range(workers)]
             return engine.build(
                 devices=devices, data_parallel_size=workers, launcher="process", timeout_s=250, **options
             )
@@ -152,27 +180,25 @@ def start(weights: dict[str, Tensor], short_runtime_folder: Path) -> Iterator[Bu
 
 @pytest.fixture(scope="module")
 def build(start: Build) -> Build:
-    """``build(stage, workers)``: the engine of this stage, which all tests share, at the weights that it has."""
-    engines: dict[tuple[int, int], rlcore.TrainEngine] = {}
+    """``build(place)``: the engine of this place, which all tests share, at the weights that it has."""
+    engines: dict[Place, rlcore.TrainEngine] = {}
 
-    def get(stage: int, workers: int) -> rlcore.TrainEngine:
-        if (stage, workers) not in engines:
+    def get(place: Place) -> rlcore.TrainEngine:
+        if place not in engines:
             # a bucket that the largest parameter does not fit into, and several for the others
-            engines[stage, workers] = start(workers, stage=stage, bucket_elements=256)
-        return engines[stage, workers]
+            engines[place] = start(place.workers, place.device, stage=place.stage, bucket_elements=256)
+        return engines[place]
 
     return get
 
 
-def truth_of_weights(weights: dict[str, Tensor]) -> Truth:
-    return truth_of_own(lambda: Mirror(weights), weights)
+def truth_of_weights(weights: dict[str, Tensor], device: str = "cpu") -> Truth:
+    return truth_of_own(lambda: Mirror(weights), weights, device)
 
 
-@pytest.mark.parametrize(("stage", "workers"), PLACES)
-def test_twenty_steps_are_those_of_plain_pytorch(
-    build: Build, weights: dict[str, Tensor], stage: int, workers: int
-) -> None:
-    engine, truth = build(stage, workers), truth_of_weights(weights)
+@each_place
+def test_twenty_steps_are_those_of_plain_pytorch(build: Build, weights: dict[str, Tensor], place: Place) -> None:
+    engine, truth = build(place), truth_of_weights(weights, place.device)
     for number in range(20):
         lengths, max_tokens = [((12, 3, 7, 2, 9, 5, 14), 15), ((4, 24, 9, 13), 24), ((40,), 16384)][number % 3]
         limit = (0.01, None, 1.0)[number % 3]
@@ -187,14 +213,14 @@ def test_twenty_steps_are_those_of_plain_pytorch(
     assert_metrics(evaluated, *truth.step(batch, ppo_clip()))
 
 
-@pytest.mark.parametrize(("stage", "workers"), PLACES)
-def test_what_leaves_the_device_comes_back_in_place(build: Build, stage: int, workers: int) -> None:
-    engine = build(stage, workers)
+@each_place
+def test_what_leaves_the_device_comes_back_in_place(build: Build, place: Place) -> None:
+    engine = build(place)
     engine.train_batch(packed_batch(), ppo_clip())  # so that the optimizer has states
     before, resident = engine.state_dict(), tags_of(engine)
     for tag in ("optimizer", "grads", "weights"):
         report = engine.offload(tag)
-        assert [one[tag]["device_bytes"] for one in tags_of(engine)] == [0] * workers, f"{tag}: {report}"
+        assert [one[tag]["device_bytes"] for one in tags_of(engine)] == [0] * place.workers, f"{tag}: {report}"
     with pytest.raises(StateError, match=r"onload\('weights'\)"):
         engine.step_of_its_own(3)
     engine.onload("weights")
@@ -211,11 +237,11 @@ def test_what_leaves_the_device_comes_back_in_place(build: Build, stage: int, wo
     assert len({*first}) == 2, "it trains"
 
 
-@pytest.mark.parametrize(("stage", "workers"), PLACES)
+@each_place
 def test_steps_that_fail_and_steps_of_the_users_own(
-    start: Build, weights: dict[str, Tensor], build: Build, stage: int, workers: int
+    start: Build, weights: dict[str, Tensor], build: Build, place: Place
 ) -> None:
-    engine, truth = build(stage, workers), truth_of_weights(weights)
+    engine, truth = build(place), truth_of_weights(weights, place.device)
     engine.load_state_dict(truth.reference.weights())
     seen: list[int] = []
 
@@ -240,10 +266,11 @@ def test_steps_that_fail_and_steps_of_the_users_own(
     assert len(losses) == 2, "the method's own backward and step have changed the weights"
 
 
-def test_the_sampler_gets_partitions_of_elements(build: Build, qwen2_folder: Path) -> None:
+@places(Place(3, 3))
+def test_the_sampler_gets_partitions_of_elements(build: Build, qwen2_folder: Path, place: Place) -> None:
     """No parameter is gathered: 21 rows of 32 are cut into three chunks of 224 elements."""
-    engine = build(3, 3)
-    with rlcore.InferenceEngine(qwen2_folder).build(launcher="inline", devices="cpu:0") as infer:
+    engine = build(place)
+    with rlcore.InferenceEngine(qwen2_folder).build(launcher="inline", devices=f"{place.device}:0") as infer:
         for _ in range(2):
             engine.train_batch(packed_batch(), ppo_clip())
             report = engine.sync_weights(infer, verify=True)
@@ -252,16 +279,24 @@ def test_the_sampler_gets_partitions_of_elements(build: Build, qwen2_folder: Pat
 
 
 @pytest.mark.parametrize("saved_by", ["fsdp2", "deepspeed"])
-def test_two_workers_save_and_three_of_the_other_executor_go_on(
-    start: Build, build: Build, weights: dict[str, Tensor], tmp_path: Path, saved_by: str
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        (Place(1, 2), Place(3, 3)),
+        pytest.param(Place(1, 1, "cuda"), Place(3, 1, "cuda"), marks=pytest.mark.gpu),
+        pytest.param(Place(1, 2, "cuda"), Place(3, 1, "cuda"), marks=pytest.mark.multigpu),
+    ],
+)
+def test_some_workers_save_and_others_of_the_other_executor_go_on(
+    start: Build, build: Build, *, weights: Any, tmp_path: Path, saves: Place, loads: Place, saved_by: str
 ) -> None:
     """Moments, steps and the scheduler included: else the second step would be another. A rank is killed before."""
-    truth, batch, folder = truth_of_weights(weights), packed_batch(), tmp_path / "checkpoint"
-    first = start(2, "fsdp2") if saved_by == "fsdp2" else build(1, 2)
+    truth, batch, folder = truth_of_weights(weights, saves.device), packed_batch(), tmp_path / "checkpoint"
+    first = start(saves.workers, saves.device, "fsdp2") if saved_by == "fsdp2" else build(saves)
     if saved_by == "deepspeed":
         check_killed_worker_is_named(first, "train_step", lambda: first.train_batch(batch, ppo_clip()))
         first.restart()
-    second = build(3, 3) if saved_by == "fsdp2" else start(3, "fsdp2")
+    second = build(loads) if saved_by == "fsdp2" else start(loads.workers, loads.device, "fsdp2")
     for _ in range(2):
         truth.assert_step(first.train_batch(batch, ppo_clip()), batch, ppo_clip())
     first.save(folder, extra={"step": 2}, blocking=False).result()

@@ -161,7 +161,7 @@ def policy_gradient(logprob: Tensor, entropy: Tensor | None, per_token: Any) -> 
     return -logprob * per_token["advantages"], {"probability_mean": logprob.exp(), "logprob_min": logprob}
 
 
-def truth_of_own(module: Callable[[], Any], weights: dict[str, Tensor]) -> Truth:
+def truth_of_own(module: Callable[[], Any], weights: dict[str, Tensor], device: str = "cpu") -> Truth:
     """Return the truth of a module whose weights are given by name, tied ones by one of two."""
 
     def make() -> Any:
@@ -169,7 +169,7 @@ def truth_of_own(module: Callable[[], Any], weights: dict[str, Tensor]) -> Truth
         made.load_state_dict(weights, strict=False)
         return made
 
-    return Truth(make)
+    return Truth(make, device=device)
 
 
 def truth_of(policy: Any, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Truth:

@@ -21,7 +21,7 @@ def test_the_example_trains_beside_its_sampler_and_reports_staleness_and_idle_sh
     monkeypatch.setattr(
         async_grpo, "has_both", lambda trajectories: True
     )  # so short an imitation has few right answers
-    async_grpo.main(2, 8, 0, timeline=str(tmp_path / "timeline.json"))
+    async_grpo.main(2, 8, 0, timeline=tmp_path / "timeline.json")
     told = capsys.readouterr().out
     histogram = {int(lag): int(n) for lag, n in re.findall(r"(\d+): (\d+)", told.partition("staleness -> ")[2])}
     assert sum(histogram.values()) == 8 * async_grpo.GROUPS and 0 < max(histogram) <= 2

@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, UnsupportedError
+from rlcore.errors import (
+    InvalidInputError,
+    RolloutError,
+    RolloutTimeoutError,
+    StateError,
+    SyncError,
+    UnsupportedError,
+)
 from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet
 from rlcore.rollout.engine_driver import Request
 from rlcore.rollout.episode import Episode, EpisodeEnd
@@ -421,6 +428,62 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_u
         assert [engine.num_restarts for engine in engines] == [1] + [0] * others
         rollout.rollout_batch([1] * 8)
         assert rollout.stats.engine_failures == 1 and idle._next_number > asked
+
+
+def test_several_engines_that_are_asked_to_pause_are_waited_for_together() -> None:
+    """Engines that have stopped are out after the time of one."""
+    engines, trainer = [SimulatedEngine() for _ in range(3)], SimulatedTrainer()
+    asked = threading.Barrier(len(engines), timeout=20)  # each pause waits until all have been asked
+
+    def pause(engine: SimulatedEngine, mode: str = "abort") -> None:
+        asked.wait()
+        SimulatedEngine.pause(engine, mode)
+
+    for engine in engines:
+        engine.pause = functools.partial(pause, engine)  # type: ignore[method-assign]
+    with controller(engines) as rollout:
+        rollout.update_weights(trainer)
+        assert trainer.synced == [3] and not asked.broken and rollout.stats.engine_failures == 0
+
+
+class Struck(SimulatedTrainer):
+    """Each of its first syncs kills so many engines."""
+
+    def __init__(self, *deaths: int) -> None:
+        super().__init__()
+        self._deaths = list(deaths)
+
+    def sync_weights(self, engines: Sequence[SimulatedEngine], *, version: int) -> str:
+        for engine in engines[: self._deaths.pop(0)] if self._deaths else []:
+            engine.is_broken = True
+        if any(engine.is_broken for engine in engines):
+            self.synced.append(-len(engines))
+            raise SyncError("planted: a worker died")
+        return super().sync_weights(engines, version=version)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "synced", "restarts"),
+    [([1], [-2, 1], [0, 0]), ([2], [-2, 2], [1, 1]), ([0, 1, 0, 2], [2, -2, 1, -2, 2], [2, 1])],
+    ids=["one", "all", "one that comes back, and all"],
+)
+def test_engines_that_die_inside_a_sync_are_restarted_where_none_is_left(
+    deaths: list[int], synced: list[int], restarts: list[int]
+) -> None:
+    engines, trainer = [SimulatedEngine() for _ in range(2)], Struck(*deaths)
+    with controller(engines) as rollout:
+        for _ in range(len([one for one in synced if one > 0])):
+            rollout.update_weights(trainer)
+        assert trainer.synced == synced and [engine.num_restarts for engine in engines] == restarts
+        assert rollout.rollout_batch([1, 2])["versions"].max() == rollout.version
+
+
+def test_engines_that_die_in_each_sync_end_the_update() -> None:
+    trainer = Struck(1, 1)
+    with controller() as rollout:
+        with pytest.raises(SyncError, match="planted: a worker died"):
+            rollout.update_weights(trainer)
+        assert trainer.synced == [-1, -1] and rollout.version == 0
 
 
 def test_a_prompt_that_an_engine_cannot_take_ends_its_episode_alone() -> None:

@@ -118,7 +118,42 @@ def test_a_sampler_that_is_killed_or_stopped_is_replaced_and_no_episode_is_lost(
 
 
 @pytest.mark.slow
+def test_the_last_sampler_that_is_killed_inside_a_sync_is_started_again(
+    model: Path, train: rlcore.TrainEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train.build(devices="cpu:0", launcher="inline")
+    workflow = SingleTurn(sevens, {"n": 2, "max_tokens": 8})
+    with rlcore.InferenceEngine(model) as infer:
+        infer.build(devices="cpu:1", launcher="process", dtype="float32")
+        with RolloutController(infer, workflow, batch_size=4, max_staleness=1) as rollout:
+            rollout.update_weights(train, version=0)
+            numbers = [rollout.submit(item) for item in ITEMS[:8]]
+            found = rollout.wait(timeout_s=120)
+            begun, sync = infer.executors[0].workers[0].process_id, train.sync_weights
+
+            def kill_and_sync(engines: Any, **options: Any) -> Any:
+                if infer.executors[0].workers[0].process_id == begun:
+                    os.kill(begun, signal.SIGKILL)
+                return sync(engines, **options)
+
+            monkeypatch.setattr(train, "sync_weights", kill_and_sync)
+            rollout.update_weights(train)
+            assert infer.version == 1 and infer.executors[0].workers[0].process_id != begun
+            found += rollout.wait(timeout_s=120)
+            assert sorted(one.number for one in found) == numbers and rollout.stats.engine_failures == 1
+
+
+@pytest.mark.slow
 def test_a_reward_model_learns_preferences_and_teaches_a_policy(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    improve, resident = reward_model.improve, []
+
+    def watched(policy: rlcore.TrainEngine, judge: rlcore.TrainEngine, batch: Any) -> None:
+        improve(policy, judge, batch)
+        tags = [report["tags"].values() for report in judge.memory_report()]
+        resident.append(sum(tag["device_bytes"] for one in tags for tag in one))
+
     monkeypatch.setattr(reward_model, "quickstart_model", lambda seed: model)
+    monkeypatch.setattr(reward_model, "improve", watched)
     agreement, first, last = reward_model.main(num_steps=4)
     assert agreement > 0.7 and last > first + 1
+    assert resident == [0] * 4, "it is away while the policy samples"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlcore.errors import InvalidInputError
+from rlcore.rollout.timeline import Timeline
 from rlcore.trace.report import make_report, text_of
 from tests.trace.made_trace import TRAINER, MadeProgram, colocated, worker_facts
 
@@ -194,3 +195,19 @@ def test_two_programs_are_drawn_on_one_scale(tmp_path: Path) -> None:
     colocated(tmp_path)
     with pytest.raises(InvalidInputError, match="has nothing of a RolloutController to draw"):
         draw_gantt([tmp_path], tmp_path / "both.svg")
+
+
+def test_a_timeline_that_was_saved_is_drawn_without_a_trace(tmp_path: Path) -> None:
+    from rlcore.trace.gantt import draw_gantt
+
+    timeline = Timeline()
+    for what in ("wait", "train", "evaluate"):
+        timeline.begin("trainer", what)
+    timeline.end("trainer")
+    timeline.save(tmp_path / "apart.json")
+    draw_gantt([tmp_path / "apart.json", rolled_out(tmp_path / "traced", waits_ms=5)], tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert "<!-- apart: trainer -->" in drawn and "<!-- traced: sampler 0 -->" in drawn
+    (tmp_path / "config.json").write_text('{"steps": 1}')
+    with pytest.raises(InvalidInputError, match=r"config\.json is no timeline that Timeline\.save\(\) wrote: "):
+        draw_gantt([tmp_path / "config.json"], tmp_path / "both.svg")

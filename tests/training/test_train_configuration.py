@@ -145,6 +145,21 @@ def test_a_resume_that_fails_changes_nothing(config: Path) -> None:
         assert json.loads((run.path / "config.json").read_bytes())["steps"] == 7
 
 
+def test_a_run_that_is_older_than_pacing_goes_on_without(config: Path) -> None:
+    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as run:
+        run.begin()
+        run.checkpoint.mkdir()
+        (run.checkpoint / "manifest.json").touch()
+    record = run.path / "config.json"
+    older = json.loads(record.read_bytes())
+    del older["rollout"]["pacing"]
+    record.write_text(json.dumps(older))
+    with pytest.raises(RlcoreError, match=r"a run with another rollout\.pacing \(False, now True\); give the same"):
+        TrainFolder(read_configuration(config, [], TrainConfig), resume=True)
+    with TrainFolder(read_configuration(config, ["rollout.pacing=false"], TrainConfig), resume=True) as run:
+        assert run.has_checkpoint
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

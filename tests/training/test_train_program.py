@@ -82,7 +82,10 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     check_episodes(folder, 6)
     with pytest.raises(InvalidInputError, match="holds a run; add --resume to continue it, or give another output="):
         train()
-    with pytest.raises(InvalidInputError, match="it holds a run with another seed and rollout; give the same"):
+    changed = (
+        r"another seed \(0, now 1\), rollout\.samples \(8, now 4\); give the same configuration, or another output="
+    )
+    with pytest.raises(InvalidInputError, match=changed):
         train("seed=1", "rollout.samples=4", "--resume")
     train("steps=12", "--resume")
     check_episodes(folder, 12)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import rlcore
@@ -20,12 +21,19 @@ from tests.engines.image_models import CONFIGS, VOCAB, prompt_of, write_model
 from .conftest import DEVICE, SHAPE
 
 pytestmark = pytest.mark.vllm
-PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+LLAVA = "llava"
+PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor", LLAVA: "LlavaProcessor"}
 SAMPLING = {"n": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
 
-_NAMED = {20: "<|image_pad|>", 21: "<|video_pad|>", 22: "<|vision_start|>", 23: "<|vision_end|>"}
+_NAMED = {20: "<image>", 21: "<|video_pad|>", 22: "<|vision_start|>", 23: "<|vision_end|>"}
 _IMAGES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "min_pixels": 64, "max_pixels": 1024}
 """The settings of a processor by which vLLM finds out, when it starts, how large images can be."""
+_LLAVAS_IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 8},
+    "crop_size": {"height": 8, "width": 8},
+}
+_LLAVAS_TOKENS = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
 def _config(family: str) -> Any:
@@ -33,9 +41,17 @@ def _config(family: str) -> Any:
     config = CONFIGS[family][1]()
     for name, value in {**SHAPE, "head_dim": 32}.items():
         setattr(config.text_config, name, value)
-    config.text_config.rope_parameters["mrope_section"] = [6, 5, 5]
-    config.vision_config.out_hidden_size = SHAPE["hidden_size"]
+    if family != LLAVA:
+        config.text_config.rope_parameters["mrope_section"] = [6, 5, 5]
+        config.vision_config.out_hidden_size = SHAPE["hidden_size"]
     return config
+
+
+def _name_as_on_the_hub(folder: Path) -> None:
+    """Give LLaVA's vision tower the names of published checkpoints, which newer transformers shorten as it saves."""
+    file = folder / "model.safetensors"
+    stored = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()}
+    save_file(stored, file, {"format": "pt"})
 
 
 @pytest.fixture(scope="module", params=list(PROCESSORS))
@@ -46,8 +62,12 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_model(tmp_path_factory.mktemp(family), family, config=_config(family))
-    images = _IMAGES | {"processor_class": PROCESSORS[family]}
-    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    kind = {"processor_class": PROCESSORS[family]}
+    images = _LLAVAS_IMAGES if family == LLAVA else _IMAGES
+    (folder / "preprocessor_config.json").write_text(json.dumps(images | kind))
+    if family == LLAVA:
+        _name_as_on_the_hub(folder)
+        (folder / "processor_config.json").write_text(json.dumps(_LLAVAS_TOKENS | kind))
     words = {_NAMED.get(number, f"{number}"): number for number in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -73,7 +93,7 @@ def test_sampler_trainer_and_transformers_agree(family: str, reader: rlcore.Infe
         for _ in range(2):
             outputs = reader.generate(prompts, SAMPLING, progress=False)
             batch = rlcore.collate(outputs, advantages=torch.linspace(-1, 1, 8))
-            check_logprobs(family, reader.path, outputs, batch, train)
+            check_logprobs(family, reader.path, outputs, batch, train, device=DEVICE)
             train.train_batch(batch, ppo_clip(), max_tokens_per_micro_batch=48)
             assert train.sync_weights(reader, verify=True).fallback_bytes == 0
 
