@@ -7,9 +7,10 @@
     python -m tests.engines.launchers.ray_costs sync vllm            # syncs on one device, by "process" and by "ray"
 
 "hosts" makes the two of namespaces (tests/hosts.py), with a Ray cluster over both; the bench runs on the first, with
-the options that follow the record's name, such as `--within 4 --continue`. In "scale" agents, here 2 and then 8, and Ray are real, and the workers are stand-ins in them that answer at once: what is
-measured is the program that calls them; its last table is what follows for more hosts, on paper. "sync" has a trainer
-of Qwen2.5-1.5B's shapes (small ones where the device is a host) and a sampler of the executor that is named.
+what follows the record's name, such as `workers --within 4 --continue`. In "scale" agents, here 2 and then 8, and Ray
+are real, and the workers are stand-ins in them that answer at once: what is measured is the program that calls them;
+its last table is what follows for more hosts, on paper. "sync" has a trainer of Qwen2.5-1.5B's shapes (small ones where
+the device is a host) and a sampler of the executor that is named.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ class Cost(NamedTuple):
     passed: float
 
 
-def over_two_hosts(record: Path, options: list[str]) -> None:
+def over_two_hosts(record: Path, asked: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch, hosts(2, Path(scratch), also=[record.parent]) as (here, there):
         Cluster(here, there)
-        bench = ["-m", "rlcore", "bench", "run", "workers", "-o", str(record), *options]
+        bench = ["-m", "rlcore", "bench", "run", *(asked or ["workers"]), "-o", str(record)]
         program = here.python(*bench, environment=ENVIRONMENT | {"RAY_ADDRESS": ADDRESS})
         printed = "".join(program.communicate())
         sys.exit(printed if program.returncode else None)
@@ -271,8 +272,8 @@ def sync_by(launcher: str, executor: str) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["hosts", record, *options]:
-            over_two_hosts(Path(record).resolve(), options)
+        case ["hosts", record, *asked]:
+            over_two_hosts(Path(record).resolve(), asked)
         case ["hosts-table", record]:
             print(hosts_table(read(Path(record))))
         case ["scale", *numbers] if numbers:
