@@ -32,7 +32,7 @@ from rlcore.atomic import write_file
 from rlcore.bench.measurement.system import new_record
 from rlcore.examples import async_grpo
 from rlcore.quickstart.model import quickstart_model
-from rlcore.quickstart.run import SMALL
+from rlcore.quickstart.run import SMALL, sampler_dtype
 
 BOUNDS, SEEDS = (0, 1, 2, 4, 8), (0, 1, 2, 3, 4)
 EXAMPLE = Path(async_grpo.__file__)
@@ -136,7 +136,8 @@ def measure_shared(
     """Run each pair over one sampler, each seed from the same weights; bound by bound, as far as the time goes."""
     sampler = rlcore.InferenceEngine(quickstart_model(seed=seeds[0]), executor=engines.executor)
     with sampler as infer, tempfile.TemporaryDirectory() as folder:
-        infer.build(devices=engines.sample_on, launcher="process", dtype="float32", **SMALL.get(engines.executor, {}))
+        dtype = sampler_dtype(engines.executor, rlcore.get_device(engines.sample_on))
+        infer.build(devices=engines.sample_on, launcher="process", dtype=dtype, **SMALL.get(engines.executor, {}))
         for seed in seeds:
             with async_grpo.trainer(seed) as train:
                 train.build(devices=engines.train_on, launcher="process")
