@@ -65,8 +65,8 @@ class SglangExecutor(ReplicaExecutor):
         Raises:
             CheckpointError: the folder is incomplete or damaged.
             InvalidInputError: an argument that SGLang does not know or refuses, or that only rlcore sets.
-            MissingDependencyError, UnsupportedError: SGLang is absent, of a version that rlcore does not know, or has no
-                such dtype on the device.
+            MissingDependencyError, UnsupportedError: SGLang is absent, of a version that rlcore does not know, or has
+                no such dtype on the device.
             WorkerDiedError: a process that SGLang started has ended.
         """
         self._folder = check_model_folder(path)
