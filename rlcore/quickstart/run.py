@@ -262,8 +262,9 @@ def run(config: QuickstartConfig) -> int:
             return 130
         except KeyboardInterrupt:
             if (folder.checkpoint / "manifest.json").exists():
-                told = "stopped at once; continue after the last checkpoint with"
-                print(f"{told}: {config.resume_command()}", file=sys.stderr)
+                print(f"stopped at once; continue from the last checkpoint: {config.resume_command()}", file=sys.stderr)
+            elif folder.metrics.exists():
+                print("stopped at once, before the first checkpoint: nothing is kept", file=sys.stderr)
             raise
         folder.draw()
         simulated = {"simulated": config.simulation} if config.simulation else {}

@@ -332,8 +332,16 @@ def test_ctrl_c_twice_stops_at_once_without_noise(start: Start, tmp_path: Path) 
     code, stdout, stderr = ended(process)
     assert (code, stdout) == (130, "")
     # the step may have ended between the two: then the run has stopped by the first
-    told = "stopped(?: at once; continue after the last checkpoint|; continue) with"
+    told = "stopped(?: at once; continue from the last checkpoint|; continue with)"
     assert re.fullmatch(rf"{told}: .* quickstart --resume --output .*\n", stderr), stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_in_the_warm_start_says_that_nothing_is_kept(start: Start, tmp_path: Path) -> None:
+    twice = (INTERRUPTED.format(function=name, call=1) for name in ("task.answer_batch", "task.imitation_batch"))
+    code, stdout, stderr = ended(start("--output", tmp_path / "run", code="".join(twice) + SMALL))
+    assert (code, stdout) == (130, "")
+    assert stderr.splitlines()[-1] == "stopped at once, before the first checkpoint: nothing is kept"
 
 
 @pytest.mark.slow
