@@ -52,7 +52,10 @@ _ENGINE = {"implementation": "engine", "lengths": "equal"}, {"implementation": "
 _ARENA = {"implementation": "arena_reserved"}, {"implementation": "torch_pin_memory"}
 _SWAP = {"implementation": "swap"}, {"implementation": "one_after_the_other"}
 _SYNC = {"implementation": "turn"}, {"implementation": "vllm_ipc_packed"}
+_RACE = {"implementation": "rlcore"}, {"implementation": "trl"}
 SHOWN = (
+    ReadmeRow("a step of GRPO with vLLM, 1.5B", "race-h200", "race/1.5b", *_RACE),
+    ReadmeRow("a step of GRPO with vLLM, 7B", "race-7b-h200", "race/7b", *_RACE),
     ReadmeRow("`token_logprob`, forward", "kernels-h200", "kernels/token_logprob_forward", beside={}),
     ReadmeRow("`token_logprob`, forward and backward", "kernels-h200", "kernels/token_logprob", beside={}),
     ReadmeRow("`linear_logprob`, 8B, forward", "kernels-h200", "kernels/linear_logprob_forward/8b", beside={}),

@@ -94,7 +94,8 @@ class Engine(ABC):
             not_colocate_with: avoid the devices of these engines.
             acceptable_node_ips: addresses of the hosts that workers may run on; one must be this host's, except under
                 "ray".
-            num_hosts: under "ray" the number of hosts, with as many workers on each.
+            num_hosts: under "ray" the number of hosts, with as many workers on each, near each other where there are so
+                many.
             strategy: under "ray", without ``num_hosts``: "pack", as None, takes as few hosts as will do, near each
                 other; "spread" takes as many as there are, with about as many workers on each.
             host_labels: under "ray" labels that each host must have, such as {"rack": "r7"}.

@@ -53,4 +53,6 @@ def main(folder: str, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: addition.py FOLDER [SEED]; FOLDER is where the model goes, and SEED 0 if you name none")
     main(sys.argv[1], *map(int, sys.argv[2:3]))

@@ -11,6 +11,7 @@ examples/async_grpo.py 2`` shows the timeline as a page.
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,10 @@ def reinforce(
     *,
     num_steps: int,
     seed: int,
+    seconds: float = math.inf,
     timeline: Path | None = None,
 ) -> dict[str, Any]:
-    """The asynchronous part; returns what came of it."""
+    """The asynchronous part, so many steps or seconds; returns what came of it."""
     max_tokens = task.max_answer_tokens(tokenizer_of(infer.path))
     sample = SingleTurn(verify, {"n": SAMPLES, "max_tokens": max_tokens, "temperature": TEMPERATURE})
     answer = SingleTurn(verify, {"temperature": 0, "max_tokens": max_tokens})
@@ -91,20 +93,22 @@ def reinforce(
         before = accuracy(rollout, held_out, answer)
         print(f"accuracy {before:.3f} after imitation", flush=True)
         rollout.timeline.clear()
-        for step in range(1, num_steps + 1):
+        step = 0
+        while step < num_steps and rollout.timeline.total_s < seconds:
             batch = rollout.prepare_batch(dataloader)
             learn(train, batch, generator)
             rollout.update_weights(train)
+            step += 1
             if step % 10 == 0:
                 print(f"step {step:3}  reward {batch['rewards'].mean():.3f}", flush=True)
-        seconds, stats = rollout.timeline.total_s, rollout.stats
+        took_s, stats = rollout.timeline.total_s, rollout.stats
         if timeline:
             rollout.timeline.save(timeline)
         after = accuracy(rollout, held_out, answer)
     print(stats)
-    print(f"accuracy {after:.3f} after {num_steps} steps in {seconds:.1f} s")
-    run = {"max_staleness": max_staleness, "steps": num_steps, "seed": seed}
-    return run | {"accuracy_before": before, "accuracy": after, "seconds": seconds, "stats": asdict(stats)}
+    print(f"accuracy {after:.3f} after {step} steps in {took_s:.1f} s")
+    run = {"max_staleness": max_staleness, "steps": step, "seed": seed}
+    return run | {"accuracy_before": before, "accuracy": after, "seconds": took_s, "stats": asdict(stats)}
 
 
 def accuracy(rollout: RolloutController, held_out: list[Any], answer: SingleTurn) -> float:

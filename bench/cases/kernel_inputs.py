@@ -43,8 +43,19 @@ HEADS = {
     "1.7b": HeadSize(65_536, 151_936, 2048, torch.bfloat16),
 }
 """Output heads of Qwen models by their number of parameters, under micro-batches that such models are given."""
+SHAPES = {
+    "short": HeadSize(2048, 151_936, 4096, torch.bfloat16),
+    "small_vocabulary": HeadSize(16_384, 32_000, 1024, torch.bfloat16),
+    "long": HeadSize(24_576, 151_936, 2048, torch.bfloat16),
+}
+"""Output heads at which something else than the product counts: the host, the exponentials, the sums over rows."""
 LOGITS = HeadSize(16_384, 151_936, 256, torch.bfloat16)
 """The size of operators on logits; H is only used to make the logits."""
+MORE_LOGITS = {
+    "float32": HeadSize(8192, 32_000, 256, torch.float32),
+    "128k": HeadSize(12_000, 128_256, 256, torch.bfloat16),
+}
+"""Others: wide elements, and a vocabulary of another model."""
 ACCURACY = HeadSize(1024, 151_936, 2048, torch.bfloat16)
 _OF_SEVERAL_RANKS = "vocab_parallel"
 

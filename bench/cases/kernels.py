@@ -21,6 +21,8 @@ from rlcore.bench.cases.kernel_inputs import (
     CHECKED_ROWS,
     HEADS,
     LOGITS,
+    MORE_LOGITS,
+    SHAPES,
     HeadSize,
     Inputs,
     assert_close,
@@ -48,10 +50,11 @@ Score = Callable[..., tuple[Tensor, Tensor | None]]
 """Takes (logits, targets) or (hidden, weight, targets), and returns the log-probability and, if it can, the entropy."""
 
 _SEQUENCE_TOKENS = 512
-_BARE = "bare products"
+_BARE, _BARE_FORWARD = "bare products", "bare product"
 _LOGITS_ROWS, _WEIGHT_ROWS = 1024, 4096
 """Rows of chunks: of logits and the gradient of hidden states; the gradient of the weight, accumulated in float32."""
-_LOW_MEMORY = 2**29
+_LEAST_MEMORY, _LOW_MEMORY, _USUAL_MEMORY = 3 * 2**30 // 10, 2**29, 2**30
+"""The first is what a budget that nobody gave falls to, from the third, where the device is short of memory."""
 _KEEPING = 3 * 2**30
 """Holds the exponentials of all rows of the 8B and 14B heads, so that the backward need not make them again."""
 
@@ -83,8 +86,8 @@ def _scored(
 # ------------------------------------------------------------------------------------------------ from logits
 
 
-def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
-    inputs = Inputs.on(device, LOGITS)
+def _prepare_token_logprob(device: Device, *, size: HeadSize, backward: bool) -> Work:
+    inputs = Inputs.on(device, size)
     size = inputs.size
     logits_TV = (inputs.hidden_TH @ inputs.weight_VH.T).requires_grad_(backward)
     grad_output_2T = torch.randn(2, size.T, device=device.torch_device)
@@ -119,6 +122,17 @@ def _prepare_token_logprob(device: Device, *, backward: bool) -> Work:
     )
 
 
+def _token_logprob_case(name: str, size: HeadSize, *, backward: bool) -> Case:
+    passes = "forward and backward" if backward else "forward"
+    return Case(
+        f"kernels/token_logprob{'' if backward else '_forward'}{name}",
+        f"log-probabilities of the targets and entropies from logits {size.T} x {size.V}, {passes}",
+        functools.partial(_prepare_token_logprob, size=size, backward=backward),
+        estimate_s=2.0 if backward else 1.0,
+        device_estimate_s=27.0 if backward else 17.0,
+    )
+
+
 # ----------------------------------------------------------------------------------------- from hidden states
 
 
@@ -137,15 +151,23 @@ def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -
     scorers = _scorers("linear_logprob", device, linear_logprob)
     if backward and "tiled" in scorers:
         del scorers["tiled"]
-        budgets = {"tiled, 0.5 GiB": _LOW_MEMORY, "tiled, 3 GiB": _KEEPING}
+        budgets = {
+            "tiled, 0.3 GiB": _LEAST_MEMORY,
+            "tiled, 0.5 GiB": _LOW_MEMORY,
+            "tiled, 1 GiB": _USUAL_MEMORY,
+            "tiled, 3 GiB": _KEEPING,
+        }
         scorers = {
             name: functools.partial(
                 linear_logprob, with_entropy=True, implementation="tiled", memory_budget_bytes=budget
             )
             for name, budget in budgets.items()
         } | scorers
+    contenders = [contender(*scorer) for scorer in scorers.items()]
+    if not backward and not device.spec.is_host:
+        contenders.append(Contender(_BARE_FORWARD, _bare_product(inputs), lambda _: None))
     return Work(
-        tuple(contender(*scorer) for scorer in scorers.items()),
+        tuple(contenders),
         inputs.params,
         # The logits and both gradients; some implementations make the logits twice, which is not needed.
         flops=(6 if backward else 2) * size.T * size.V * size.H,
@@ -154,22 +176,43 @@ def _prepare_linear_logprob(device: Device, *, size: HeadSize, backward: bool) -
     )
 
 
+def _bare_product(inputs: Inputs) -> Callable[[], None]:
+    """Return the device's own product, in chunks of rows; its results are thrown away."""
+    size, weight_HV = inputs.size, inputs.weight_VH.T
+    logits_TV = inputs.hidden_TH.new_empty(min(size.T, _WEIGHT_ROWS), size.V)
+
+    def run() -> None:
+        for start in range(0, size.T, _WEIGHT_ROWS):
+            hidden_TH = inputs.hidden_TH[start : start + _WEIGHT_ROWS]
+            torch.mm(hidden_TH, weight_HV, out=logits_TV[: len(hidden_TH)])
+
+    return run
+
+
 _FIRST_ROUND_S = {"0.5b": 85.0, "1.7b": 110.0, "8b": 55.0, "14b": 50.0}
 """On an H200; most of it is compiling, that of the peers too."""
 
 
 def _linear_logprob_case(head: str, *, backward: bool) -> Case:
-    prepare = functools.partial(_prepare_linear_logprob, size=HEADS[head], backward=backward)
+    prepare = functools.partial(_prepare_linear_logprob, size=(HEADS | SHAPES)[head], backward=backward)
     name = "linear_logprob" if backward else "linear_logprob_forward"
     passes = "forward and backward" if backward else "forward"
     return Case(
         f"kernels/{name}/{head}",
-        f"log-probabilities and entropies from hidden states of a model of {head.upper()}, {passes}",
+        f"log-probabilities and entropies from hidden states, {_of(head)}, {passes}",
         prepare,
         effort="quick" if head == "8b" and backward else "standard",
         estimate_s=3.0,
         device_estimate_s=_FIRST_ROUND_S[head] if backward else 30.0,
     )
+
+
+def _of(head: str) -> str:
+    """Return the words of a description for a head."""
+    if head in HEADS:
+        return f"of a model of {head.upper()}"
+    size = SHAPES[head]
+    return f"{size.T} x {size.H} x {size.V}"
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -292,8 +335,8 @@ def _prepare_sequences(device: Device, *, size: HeadSize) -> Work:
 def _loss_case(head: str) -> Case:
     return Case(
         f"kernels/linear_loss/{head}",
-        f"clipped policy loss with k3 and entropy terms of a model of {head.upper()}, both gradients",
-        functools.partial(_prepare_loss, size=HEADS[head]),
+        f"clipped policy loss with k3 and entropy terms, {_of(head)}, both gradients",
+        functools.partial(_prepare_loss, size=(HEADS | SHAPES)[head]),
     )
 
 
@@ -365,24 +408,17 @@ def _of_both(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> Te
     return per_token["g"] * logprob + per_token["g_bar"] * entropy, {}
 
 
+_LOGITS = {"": LOGITS, **{f"/{name}": size for name, size in MORE_LOGITS.items()}}
+
 cases = (
-    Case(
-        "kernels/token_logprob",
-        "log-probabilities of the targets and entropies from logits, forward and backward",
-        functools.partial(_prepare_token_logprob, backward=True),
-        estimate_s=2.0,
-        device_estimate_s=27.0,
-    ),
-    Case(
-        "kernels/token_logprob_forward",
-        "log-probabilities of the targets and entropies from logits, forward",
-        functools.partial(_prepare_token_logprob, backward=False),
-        estimate_s=1.0,
-        device_estimate_s=17.0,
+    *(
+        _token_logprob_case(name, size, backward=backward)
+        for name, size in _LOGITS.items()
+        for backward in (True, False)
     ),
     *(_linear_logprob_case(head, backward=True) for head in HEADS),
-    *(_linear_logprob_case(head, backward=False) for head in HEADS),
-    *map(_loss_case, HEADS),
+    *(_linear_logprob_case(head, backward=False) for head in (*HEADS, "short", "small_vocabulary")),
+    *map(_loss_case, (*HEADS, "small_vocabulary", "long")),
     *map(_sequences_case, HEADS),
     Case(
         "kernels/linear_logprob_accuracy",

@@ -45,7 +45,7 @@ class _Set:
         hidden, inner = (3584, 18944) if nbytes > 1 << 33 else (512, 2048)
         self._copies = 3 if trains else 1
         self.module = nn.ModuleList()
-        while self._num_bytes < nbytes:
+        while self.nbytes < nbytes:
             self.module.append(_layer(hidden, inner, device.torch_device))
         self.optimizer = torch.optim.AdamW(self.module.parameters())
         if trains:
@@ -54,7 +54,7 @@ class _Set:
         self._expected = bit_sums(self.tensors())
 
     @property
-    def _num_bytes(self) -> int:
+    def nbytes(self) -> int:
         return self._copies * sum(parameter.nbytes for parameter in self.module.parameters())
 
     def tensors(self) -> list[Tensor]:
@@ -104,7 +104,7 @@ def room_of_host() -> int:
 
 
 class Link:
-    """One copy between host memory of exact size and the device, each way."""
+    """Copies between host memory of exact size and the device: one way, the other, and both at once."""
 
     def __init__(self, device: Device) -> None:
         nbytes = _set_bytes(device, _LINK_SHARE)
@@ -115,6 +115,17 @@ class Link:
     def rates(self) -> tuple[float, float]:
         """Return the bytes a second to the host and to the device, medians of three."""
         return self._rate(self._host, self._there), self._rate(self._there, self._host)
+
+    def rate_of_both(self) -> float:
+        """Return the bytes a second that each way has while the other is used as well, the median of three."""
+        host, there = self._host.chunk(2), self._there.chunk(2)
+        streams = [self._device.streams.new() for _ in range(2)]
+
+        def run() -> None:
+            for stream, dst, src in zip(streams, (host[0], there[1]), (there[0], host[1]), strict=True):
+                self._device.memory.copy_batch([dst], [src], stream)
+
+        return host[1].nbytes / median_time(3, run, self._device)[1]
 
     def _rate(self, dst: Tensor, src: Tensor) -> float:
         return dst.nbytes / median_time(3, lambda: self._device.memory.copy_batch([dst], [src]), self._device)[1]
@@ -141,6 +152,8 @@ class Moved(NamedTuple):
     back: Way
     link: tuple[float, float]
     """Bytes a second to the host and to the device."""
+    link_of_both: float = 0.0
+    """The same of each way while both are used."""
 
     @property
     def of_link(self) -> tuple[float, float]:
@@ -249,12 +262,33 @@ def _one_after_the_other(here: _Set, following: _Set) -> tuple[OffloadReport, Of
 
 
 def _changes(
-    link: Link, run: Callable[[Change], tuple[Way, Way, float]], sets: Iterable[_Set]
+    link: Link, run: Callable[[Change], tuple[Way, Way, float]], sets: Iterable[_Set], least: Callable[[Moved], float]
 ) -> tuple[Contender, ...]:
+    """Return the contenders; ``least`` gives the seconds that copies alone would take with both ways in use."""
     for _ in range(2):  # host memory and streams are there
         run(_swap)
+
+    def with_least(contender: Contender) -> Contender:
+        def measured() -> Measured:
+            rate = link.rate_of_both()
+            done: Measured = contender.run()
+            assert isinstance(done.seconds, float)
+            share = least(done.result._replace(link_of_both=rate)) / done.seconds
+            found = {"link_of_both": Quantity(rate, "B/s"), "of_least": Quantity(share, "1")}
+            return done._replace(quantities={**done.quantities, **found})
+
+        return replace(contender, run=measured)
+
     changes: dict[str, Change] = {"swap": _swap, "one_after_the_other": _one_after_the_other}
-    return tuple(_contender(name, link, functools.partial(run, change), *sets) for name, change in changes.items())
+    return tuple(
+        with_least(_contender(name, link, functools.partial(run, change), *sets)) for name, change in changes.items()
+    )
+
+
+def _least_s(moved: Moved, out: int, back: int) -> float:
+    """Return the seconds of bytes that change places: both ways as long as both have some, then one alone."""
+    alone = moved.link[0] if out > back else moved.link[1]
+    return min(out, back) / moved.link_of_both + abs(out - back) / alone
 
 
 def _prepare_swap(device: Device) -> Work:
@@ -267,8 +301,9 @@ def _prepare_swap(device: Device) -> Work:
         places.reverse()
         return Way.of([out]), Way.of([back]), seconds
 
-    contenders = _changes(link, run, places)
-    return Work(contenders, {"bytes": here.group.device_bytes or away.group.device_bytes}, num_runs=_NUM_RUNS)
+    nbytes = here.group.device_bytes or away.group.device_bytes
+    contenders = _changes(link, run, places, lambda moved: _least_s(moved, nbytes, nbytes))
+    return Work(contenders, {"bytes": nbytes}, num_runs=_NUM_RUNS)
 
 
 def _prepare_five(device: Device) -> Work:
@@ -287,8 +322,11 @@ def _prepare_five(device: Device) -> Work:
         out, back = (Way.of(some, seconds) for some in zip(*reports, strict=True))
         return out, back, seconds
 
+    sizes = [one.nbytes for one in sets]
+    moves = list(zip(sizes, [*sizes[1:], sizes[0]], strict=True))
+    contenders = _changes(link, run, sets, lambda moved: sum(_least_s(moved, *move) for move in moves))
     params = {"bytes_trained": nbytes, "bytes_frozen": nbytes // 3}
-    return Work(_changes(link, run, sets), params, num_runs=3)  # of five changes of place each
+    return Work(contenders, params, num_runs=3)  # of five changes of place each
 
 
 cases = (

@@ -25,6 +25,7 @@ from rlcore.engines.launchers.launch import choose_launcher
 from rlcore.engines.train import TrainEngine
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.meta import meta_device
+from rlcore.registry import get_device
 from rlcore.tensor_data import dtype_name
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -66,6 +67,8 @@ class StepTimes(NamedTuple):
     build_s: float
     peak_bytes: int
     """The peak of the device that held the most, parameters and optimizer states included."""
+    busy_s: float | None = None
+    """The seconds of a step in which the device had a kernel or a copy; None where nobody looked."""
 
 
 def _times(
@@ -102,7 +105,28 @@ def engine_steps(setup: Setup, batches: Sequence[Batch], *, executor: str = "fsd
 
         times = _times(setup, step, batches, lambda: engine.call("reset_peak"))
         peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
-    return StepTimes(*times, build_s, peak)
+        is_here = setup.compiles and len(setup.device_names) == 1  # the worker of several is another process
+        busy_s = _busy_s(get_device(setup.device_names[0]), [lambda: step(batches[-1])] * 2) if is_here else None
+    return StepTimes(*times, build_s, peak, busy_s)
+
+
+def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float:
+    """Return the seconds of each of these steps in which the device had a kernel or a copy."""
+    device.synchronize()
+    with torch.profiler.profile(acc_events=True) as seen:
+        for step in steps:
+            step()
+        device.synchronize()
+    ranges = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in seen.events() or ()
+        if event.device_type.name != "CPU" and not event.is_user_annotation
+    )
+    busy_us, reached = 0.0, 0.0
+    for start, end in ranges:
+        busy_us += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy_us / 1e6 / len(steps)
 
 
 # ----------------------------------------------------------------------------------------------- plain loops

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,7 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
         "equal": [[tokens // _PER_DEVICE] * _PER_DEVICE] * count,
         "uneven": [[length * tokens // _TOKENS for length in some] for some in (_UNEVEN * count)[:count]],
     }
+    flops = {name: _mean_flops(model, some[_WARM_UP:]) for name, some in of_lengths.items()}
     compared = Compared(device)
 
     def contender(
@@ -147,7 +149,7 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
         return compared.contender(
             name,
             lambda: steps(setup, batches),
-            lambda done: _quantities(done, tokens, is_counted=not is_host),
+            lambda done: _quantities(done, tokens, flops[lengths], is_counted=not is_host),
             same=(lengths, num),
             params={"lengths": lengths, "recompute": str(setup.recomputes), "devices": num},
             limits={} if is_host else {limit: 6 * model.num_multiplied * tokens},
@@ -171,12 +173,26 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
     return Work(tuple(contenders), shared.params, num_runs=1)
 
 
-def _quantities(done: StepTimes, tokens: int, *, is_counted: bool) -> dict[str, Quantity]:
+def _mean_flops(model: ModelShape, batches: list[list[int]]) -> float:
+    """Return the multiplications and additions of a step on one device: a forward, and a backward of twice as many.
+
+    Each token attends to those before it, so that long sequences have more than short ones of as many tokens.
+    """
+    squares = sum(length * length for lengths in batches for length in lengths) / len(batches)
+    tokens = sum(map(sum, batches)) / len(batches)
+    return 6 * (model.num_multiplied * tokens + model.layers * model.q * squares)
+
+
+def _quantities(done: StepTimes, tokens: int, flops: float, *, is_counted: bool) -> dict[str, Quantity]:
     found = {
         "tokens_a_device": Quantity([tokens / seconds for seconds in done.seconds], "token/s"),
+        "flops_a_device": Quantity([flops / seconds for seconds in done.seconds], "FLOP/s"),
         "first_step": Quantity(done.first_s, "s"),
         "build": Quantity(done.build_s, "s"),
     }
+    if done.busy_s is not None:
+        beyond_s = max(0.0, statistics.median(done.seconds) - done.busy_s)
+        found |= {"device_busy": Quantity(done.busy_s, "s"), "beyond_device": Quantity(beyond_s + 1e-9, "s")}
     return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
 
 

@@ -42,6 +42,14 @@ def set_inner_optimizer(engine: Any, optimizer: Optimizer) -> None:
     engine.basic_optimizer = engine.client_optimizer = engine.optimizer.optimizer = optimizer
 
 
+def leave_overflow_to_the_norm(zero_optimizer: Any) -> None:
+    """Leave out the search of ZeRO 2 in bfloat16 for infinities in each gradient, a few kernels a parameter.
+
+    The norm that is computed next is not finite if one of them is not, and by it no step is taken.
+    """
+    zero_optimizer.check_overflow = lambda **_: None
+
+
 def partition_all(zero_optimizer: Any) -> None:
     """Free all gathered parameters of ZeRO 3, those that persist as well: the next forward gathers them."""
     offloader_of(zero_optimizer).partition_all_parameters()

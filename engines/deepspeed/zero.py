@@ -24,6 +24,7 @@ from rlcore.engines.deepspeed._deepspeed_private import (
     ZeroEngine,
     forget_forward,
     forget_gradients,
+    leave_overflow_to_the_norm,
     partition_all,
     set_inner_optimizer,
 )
@@ -82,6 +83,7 @@ class Zero(ShardingStrategy):
                 model=self.root, optimizer=optimizer, config=config, dist_init_required=False
             )
         if optimizer is not None:
+            leave_overflow_to_the_norm(self.zero_optimizer)
             self._take_over(optimizer)
         self._route_calls()
 

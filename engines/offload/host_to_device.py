@@ -18,8 +18,10 @@ _ROUNDED_TO = 512
 """Torch's allocator rounds the bytes of an allocation up to a multiple of this."""
 _LARGEST_SMALL = 1 << 20
 """Torch takes allocations up to these bytes from segments of their own, of 2 MiB, never from a larger segment."""
-_MOST_SEGMENTS = 16
+_MOST_SEGMENTS = 7
 _SMALLEST_SEGMENT = 1 << 30
+_LITTLE = 1 / 64
+"""The share of all bytes that may be given away for fewer segments of small storages."""
 
 
 class HostToDevice:
@@ -30,7 +32,8 @@ class HostToDevice:
     memory of a segment is free for other processes only when all storages in it have left again. Free memory that the
     allocator has cached would be used instead, so the caller empties the cache before. A storage of more than half of
     what torch calls small is allocated larger than that, because one or two of them would fill a small segment: key and
-    value projections often have 1 MiB.
+    value projections often have 1 MiB. Where it costs little memory, so is one of more than an eighth: the routers of a
+    30B with experts, 48 of 512 KiB, would fill 12 segments.
     """
 
     def __init__(self, chunks: deque[Chunk], *, few_segments: bool = False) -> None:
@@ -45,7 +48,8 @@ class HostToDevice:
         self.moved_bytes = self.allocated_bytes = 0
         self.is_pinned = all(chunk.block.is_pinned for chunk in chunks if chunk.block)
         self._few_segments = few_segments
-        self._outside_segments = deque(_large_allocations(self._waiting) if few_segments else ())
+        self._grows_above = _LARGEST_SMALL // (8 if _costs_little(self._waiting, _LARGEST_SMALL // 8) else 2)
+        self._outside_segments = deque(self._large_allocations(self._waiting) if few_segments else ())
         self._segment_bytes = max(_SMALLEST_SEGMENT, sum(self._outside_segments) // _MOST_SEGMENTS)
         self._free_segment_bytes = 0
 
@@ -74,10 +78,10 @@ class HostToDevice:
         """
         absent = self._absent()
         if self.needs_segments:
-            self._take_segments(sum(_large_allocations(itertools.islice(self._waiting, 1))))
+            self._take_segments(sum(self._large_allocations(itertools.islice(self._waiting, 1))))
         try:
             for part in absent:
-                part.storage.resize_(_size_in_segment(part) if self._few_segments else part.storage_bytes)
+                part.storage.resize_(self._size_in_segment(part) if self._few_segments else part.storage_bytes)
         except BaseException:
             for part in absent:
                 part.storage.resize_(0)
@@ -117,26 +121,31 @@ class HostToDevice:
         self.chunks += self._without_values
         return DeviceToHost(self.chunks, self._copied)
 
+    def _large_allocations(self, chunks: Iterable[Chunk]) -> list[int]:
+        """Return the bytes that each absent storage takes of a large segment, of those that lie in one."""
+        absent = {
+            storage_key(part.storage): -(-self._size_in_segment(part) // _ROUNDED_TO) * _ROUNDED_TO
+            for chunk in chunks
+            for part in chunk.ranges
+            if _is_torchs(part) and not part.storage.nbytes()
+        }
+        return [nbytes for nbytes in absent.values() if nbytes > _LARGEST_SMALL]
+
+    def _size_in_segment(self, part: StorageRange) -> int:
+        """Return the bytes to allocate for its storage."""
+        grows = _is_torchs(part) and self._grows_above < part.storage_bytes <= _LARGEST_SMALL
+        return _LARGEST_SMALL + _ROUNDED_TO if grows else part.storage_bytes
+
     def _absent(self) -> list[StorageRange]:
         """Return the ranges of the next chunk whose storage has no memory; a chunk has one range of a storage."""
         return [part for part in self._waiting[0].ranges if not part.storage.nbytes()]
 
 
-def _large_allocations(chunks: Iterable[Chunk]) -> list[int]:
-    """Return the bytes that torch's allocator takes of a large segment, for each absent storage that lies in one."""
-    absent = {
-        storage_key(part.storage): -(-_size_in_segment(part) // _ROUNDED_TO) * _ROUNDED_TO
-        for chunk in chunks
-        for part in chunk.ranges
-        if _is_torchs(part) and not part.storage.nbytes()
-    }
-    return [nbytes for nbytes in absent.values() if nbytes > _LARGEST_SMALL]
-
-
-def _size_in_segment(part: StorageRange) -> int:
-    """Return the bytes to allocate for its storage."""
-    grows = _is_torchs(part) and _LARGEST_SMALL // 2 < part.storage_bytes <= _LARGEST_SMALL
-    return _LARGEST_SMALL + _ROUNDED_TO if grows else part.storage_bytes
+def _costs_little(chunks: Iterable[Chunk], above: int) -> bool:
+    """Return whether few of all bytes are added when each small storage of more than ``above`` bytes grows."""
+    sizes = {storage_key(part.storage): part.storage_bytes for chunk in chunks for part in chunk.ranges}
+    added = sum(_LARGEST_SMALL - size for size in sizes.values() if above < size <= _LARGEST_SMALL)
+    return added <= _LITTLE * sum(sizes.values())
 
 
 def _is_torchs(part: StorageRange) -> bool:

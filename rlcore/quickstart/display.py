@@ -129,7 +129,9 @@ class Display:
 
     def _line(self) -> str:
         spent = "  ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self._seconds.items())
-        return f"step {self._latest['step']:.0f}/{self._steps}  {'  '.join(self._figures())}  {spent}"
+        done = f"step {self._latest['step']:.0f}/{self._steps}  {'  '.join(self._figures())}"
+        is_too_wide = self._console.file.isatty() and len(f"{done}  {spent}") > self._console.width
+        return f"{done}\n    {spent}" if is_too_wide else f"{done}  {spent}"
 
     def _figures(self) -> list[str]:
         shown = (

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
-from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, one_line
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
 from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.direct_episodes import DirectEpisodes
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
@@ -35,6 +34,7 @@ from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
 from rlcore.rollout.timeline import Timeline
 from rlcore.rollout.trajectory import collate_trajectories
+from rlcore.rollout.waiting import Waiting
 from rlcore.rollout.workflow import WORKFLOW, Workflow
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from rlcore.types import SyncReport
 
 _CLOSE_S = 10.0
-_LOOK_S = 0.5
-"""How often somebody who waits looks for what nobody tells."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 
@@ -123,8 +121,6 @@ class RolloutController:
         self._max_failures_in_row = max_failures_in_row
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
-        self._direct: dict[int, Future[Episode | None]] = {}
-        """Episodes of ``rollout_batch`` and ``evaluate``, which the bound does not count."""
         self._is_paused = self._is_closed = False
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
@@ -145,6 +141,8 @@ class RolloutController:
             episode_timeout_s=episode_timeout_s,
             on_end=self._note_end,
         )
+        self._waiting = Waiting(self._changed, self._fleet, lent)
+        self._direct = DirectEpisodes(self._changed, self._episodes, self._runner, self._waiting)
 
     # ------------------------------------------------------------------------------------- asynchronous
 
@@ -185,7 +183,8 @@ class RolloutController:
 
         with self._trainer_does("wait"):
             while True:
-                if not self._await(is_ready, deadline):
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if not self._waiting.until(is_ready, left_s, version=self.version):
                     raise RolloutTimeoutError(
                         f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
                         f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"
@@ -425,7 +424,7 @@ class RolloutController:
         self._check_open("wait()")
         self._refuse_other_version("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
-            last = self._last_failure_in_words()
+            last = self._episodes.last_failure_in_words()
             raise RolloutError(
                 f"{num_failures} episodes have failed in a row, the last one with {last}"
             ) from self._episodes.last_failure
@@ -453,30 +452,6 @@ class RolloutController:
             )
         return f"only {coming} episodes were submitted and not given yet; submit() more"
 
-    def _await(self, is_ready: Callable[[], bool], deadline: float | None) -> bool:
-        """Wait until ``is_ready()``, asked with the lock held; return False after the deadline.
-
-        The trainer's devices are lent meanwhile, and have been taken back when this returns, or raises.
-        """
-        began = time.monotonic()
-        try:
-            while True:
-                with self._changed:
-                    if is_ready():
-                        return True
-                    lent_in_s = self._lent.due_in_s(time.monotonic() - began) if self._lent else math.inf
-                    left_s = math.inf if deadline is None else deadline - time.monotonic()
-                    if left_s <= 0:
-                        return False
-                    if lent_in_s > 0:
-                        self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
-                        continue
-                assert self._lent is not None
-                self._lent.lend(self._fleet, self.version)  # not with the lock: it takes seconds
-        finally:
-            if self._lent is not None:
-                self._lent.take_back(self._fleet)
-
     def _given(self, chosen: list[int]) -> list[Episode]:
         episodes = self._episodes.give(chosen)
         self._start_due()
@@ -492,44 +467,13 @@ class RolloutController:
                 raise StateError("rollout_batch() is refused while the controller is paused; call resume()")
             if not items:
                 raise InvalidInputError("rollout_batch() needs at least one item, got none")
-            numbers = [self._episodes.begin_direct() for _ in items]
-            futures: list[Future[Episode | None]] = [Future() for _ in items]
-            self._direct |= zip(numbers, futures, strict=True)
-        try:
-            for number, data in zip(numbers, items, strict=True):
-                self._runner.start(number, data, workflow, accept)
-            self._await_all(futures, timeout_s)
-        except BaseException:  # Ctrl-C too
-            self._runner.cancel(numbers)
-            raise
-        finally:
-            with self._changed:
-                for number in numbers:
-                    self._direct.pop(number, None)
-        episodes = [episode for future in futures if (episode := future.result()) is not None]
-        if not episodes:
-            raise RolloutError(
-                f"none of {len(items)} episodes ended well: {self._last_failure_in_words()}"
-            ) from self._episodes.last_failure
-        return episodes
 
-    def _await_all(self, futures: Sequence[Future[Any]], timeout_s: float | None) -> None:
-
-        def is_ready() -> bool:
-            if all(future.done() for future in futures):
-                return True
+        def check() -> None:
             self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
             if error := self._fleet.why_none():
                 raise error
-            return False
 
-        if not self._await(is_ready, None if timeout_s is None else time.monotonic() + timeout_s):
-            num_ended = sum(future.done() for future in futures)
-            raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
-
-    def _last_failure_in_words(self) -> str:
-        last = self._episodes.last_failure
-        return "they were rejected" if last is None else one_line(last)
+        return self._direct.run(items, workflow, accept, timeout_s=timeout_s, check=check)
 
     def _refuse_other_version(self, purpose: str) -> None:
         served = self._fleet.served_versions
@@ -561,12 +505,12 @@ class RolloutController:
 
     def _note_end(self, end: EpisodeEnd) -> None:
         with self._changed:
-            direct = self._direct.get(end.episode.number)
-            self._episodes.end(end, is_direct=direct is not None)
+            is_direct = self._direct.has(end.episode.number)
+            self._episodes.end(end, is_direct=is_direct)
             if end.outcome == "cancelled":
                 return
-            if direct is not None:
-                direct.set_result(end.episode if end.is_good else None)
+            if is_direct:
+                self._direct.note_end(end)
             self._changed.notify_all()
         self._start_queued()
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rlcore.errors import InvalidInputError, StateError
+from rlcore.errors import InvalidInputError, StateError, one_line
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.item_source import ItemSource
 from rlcore.rollout.staleness import StalenessBound
@@ -178,6 +178,9 @@ class EpisodeQueue:
             self.bound.ready[number] = self.bound.version if oldest is None else oldest
         self.queued.extend(found.queued)
         self.source.load_state_dict(msgspec.structs.asdict(found.source))
+
+    def last_failure_in_words(self) -> str:
+        return "they were rejected" if self.last_failure is None else one_line(self.last_failure)
 
     def _new_number(self) -> int:
         self._next_number += 1

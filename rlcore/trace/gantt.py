@@ -51,7 +51,9 @@ def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = N
     rows = [(name, lane) for name, lanes in programs.items() for lane in sorted({span.lane for span in lanes})][::-1]
     figure = Figure(figsize=(10, 0.9 + 0.42 * len(rows)), layout="constrained")
     axes: Any = figure.add_subplot()
-    for what, color in _COLORS.items():
+    noted = {span.name for lanes in programs.values() for span in lanes}
+    colors = {what: color for what, color in _COLORS.items() if what in noted}
+    for what, color in colors.items():
         for row, (name, lane) in enumerate(rows):
             begin = _begin(programs[name])
             own = [
@@ -63,7 +65,7 @@ def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = N
     axes.set_yticks(range(len(rows)), [f"{name}: {lane}" for name, lane in rows])
     axes.set_xlim(0, shown_s)
     axes.set_xlabel("seconds")
-    figure.legend(loc="outside upper center", ncols=len(_COLORS), frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(colors), frameon=False)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # such as a format that it does not know

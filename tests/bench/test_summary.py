@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,13 @@ def test_targets_of_training_find_what_the_case_measures_on_one_device() -> None
             {"lengths": lengths, "recompute": recompute, "devices": 1},
             tokens_a_device=4e4,
             peak_memory=4e10,
+            beyond_device=5e-4,
         )
         for implementation, lengths, recompute in rows
     ]
     unmeasured = [outcome.cells() for outcome in outcomes(on_a_gpu(cases)) if outcome.word == "not measured"]
-    assert [cells[2] for cells in unmeasured] == ["tokens_a_device at least 0.97 times that of engine on one device"]
+    wanted = [f"tokens_a_device at least {share} times that of engine on one device" for share in (0.97, 0.95)]
+    assert [cells[2] for cells in unmeasured] == wanted
 
 
 def test_targets_of_memory_and_of_the_first_cycle_find_what_their_cases_measure() -> None:
@@ -133,7 +136,7 @@ def test_terminal_page_and_report_show_them(tmp_path: Path, capsys: pytest.Captu
     bar = "time at most 14.2 ms | 15 ms | miss | issue 5 |"
     assert f"| kernels/linear_logprob_forward/8b | tiled | {bar}" in page(tmp_path)
     print_results(on_a_gpu(cases))
-    assert "time at most 14.2 ms  15 ms     miss  issue 5" in capsys.readouterr().out
+    assert re.search(r"time at most 14.2 ms +15 ms +miss +issue 5", capsys.readouterr().out)
     html = render([ReportRun("mine", on_a_gpu(cases))])
     assert "mine: what is meant to be reached" in html and "<td>miss</td>" in html
     assert "meant to be reached" not in render([ReportRun("host", a_record())])

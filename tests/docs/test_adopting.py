@@ -1,4 +1,4 @@
-"""docs/adopting.md: its table is the record of the race."""
+"""docs/adopting.md: its table is the records of the race."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SIDES = {
 SCALES = {"time": 1.0, "generate": 1.0, "old_logprob": 1.0, "sync": 1.0, "rest": 1.0, "peak": 1e9}
 
 
-def test_the_table_of_the_page_is_the_record() -> None:
+def test_the_table_of_the_page_is_the_records() -> None:
     page = (ROOT / "docs" / "adopting.md").read_text("utf-8")
-    (record,) = set(re.findall(r"`(bench/results/race-\w+\.json)`", page))
-    measured = {(one.name, one.implementation): one for one in read(ROOT / record).cases if one.status == "pass"}
+    records = [read(path) for path in sorted((ROOT / "bench" / "results").glob("race-*.json"))]
+    measured = {(one.name, one.implementation): one for record in records for one in record.passed()}
     rows = re.findall(r"^\| (1\.5|7)B, (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) == len(measured)
     for size, side, cells in rows:

@@ -1,8 +1,10 @@
 """One long sequence over workers that share it, beside one worker: the same log-probs, loss, gradients and weights.
 
 ``python -m tests.engines.long_sequence --tokens 8192 --workers 4`` trains the shape of a Qwen2 0.5B for a step on CPUs.
-``--sizes tensor_parallel_size=2 ...`` takes other sizes of ``build()``. One worker's activations of attention and the
-time of its products limit the length: both grow with the square of it.
+``--sizes tensor_parallel_size=2 ...`` takes other sizes of ``build()``. The time of attention grows with the square of
+the length: on 131,072 tokens each layer of 16 heads takes 1e14 operations a step. ``--heads 4`` makes that a quarter at
+the same width, ``--vocabulary`` makes the output head smaller, ``--no-recompute`` keeps all activations, and
+``--no-logprobs`` leaves out a forward pass of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cann
 class Found(NamedTuple):
     """The results of one engine."""
 
-    logprobs: Tensor
+    logprobs: Tensor | None
     metrics: dict[str, float]
     weights: dict[str, Tensor]
     step_s: float
@@ -51,14 +53,16 @@ def policy_of(shape: ModelShape) -> Any:
     return policy(shape, torch.float32, "cpu", Watched)
 
 
-def run(shape: ModelShape, tokens: int, sizes: dict[str, int], timeout_s: float) -> Found:
+def run(shape: ModelShape, given: argparse.Namespace, sizes: dict[str, int]) -> Found:
+    tokens = given.tokens
     batch, number = packed_batch(shape.vocabulary, [tokens], seed=0), math.prod(sizes.values())
     limit = {"max_tokens_per_micro_batch": tokens}
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // number))  # of the workers
     with rlcore.TrainEngine(policy_of(shape)) as engine:
         devices = [f"cpu:{index}" for index in range(number)]
-        engine.build(devices=devices, launcher="process", activation_checkpointing=True, timeout_s=timeout_s, **sizes)
-        logprobs = engine.forward_logprobs(batch, **limit)
+        own = {"activation_checkpointing": given.recompute, "timeout_s": given.timeout_s}
+        engine.build(devices=devices, launcher="process", **own, **sizes)
+        logprobs = engine.forward_logprobs(batch, **limit) if given.logprobs else None
         started = time.perf_counter()
         metrics = engine.train_batch(batch, ppo_clip(), max_grad_norm=None, **limit)
         step_s = time.perf_counter() - started
@@ -69,8 +73,10 @@ def compared(one: Found, several: Found) -> dict[str, float]:
     """Return how far the two are apart: of weights, whose steps are gradients, the norm over that of the gradients."""
     norm = one.metrics["grad_norm"]
     apart = sum(float((one.weights[name] - held).double().square().sum()) for name, held in several.weights.items())
-    return {
-        "logprob": float((one.logprobs - several.logprobs).abs().max()),
+    of_logprobs = {}
+    if one.logprobs is not None and several.logprobs is not None:
+        of_logprobs["logprob"] = float((one.logprobs - several.logprobs).abs().max())
+    return of_logprobs | {
         "loss": abs(one.metrics["loss"] - several.metrics["loss"]),
         "grad_norm": abs(norm - several.metrics["grad_norm"]) / norm,
         "weights": math.sqrt(apart) / norm,
@@ -82,19 +88,27 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--layers", type=int, default=0, help="0: all")
+    parser.add_argument("--heads", type=int, default=0, help="of queries; 0: 16, or 4 of the tiny shape")
+    parser.add_argument("--vocabulary", type=int, default=0, help="0: that of the shape")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--sizes", nargs="*", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--timeout-s", type=float, default=3600.0)
     given = parser.parse_args(arguments)
-    shape = replace(TINY, heads=4) if given.tiny else replace(QWEN_0_5B, heads=16, head_size=56)  # 14 do not divide
-    shape = replace(shape, layers=given.layers or shape.layers)
+    heads = given.heads or (4 if given.tiny else 16)  # the 14 of the 0.5B do not divide
+    shape = replace(TINY, heads=heads) if given.tiny else replace(QWEN_0_5B, heads=heads, head_size=56)
+    shape = replace(shape, layers=given.layers or shape.layers, vocabulary=given.vocabulary or shape.vocabulary)
     sizes = {name: int(number) for name, _, number in (one.partition("=") for one in given.sizes)}
     sizes = sizes or {"sequence_parallel_size": given.workers}
-    one = run(shape, given.tokens, {}, given.timeout_s)
-    several = run(shape, given.tokens, sizes, given.timeout_s)
+    one = run(shape, given, {})
+    print(f"one worker: {one.step_s:.0f} s, {one.peak_bytes / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+    several = run(shape, given, sizes)
     found = {
         "tokens": given.tokens,
         "layers": shape.layers,
+        "heads": shape.heads,
+        "vocabulary": shape.vocabulary,
         "sizes": sizes,
         "apart": compared(one, several),
         "step_s": [one.step_s, several.step_s],

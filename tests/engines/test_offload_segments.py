@@ -52,9 +52,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     [
         ([1000] * 3, [3072]),
         ([4096, 100, 5000, 100, 1000, 8192], [4096, 5120, 1024 + 8192]),
-        ([4096] * 64, [4 * 4096] * 16),
+        ([4096] * 64, [10 * 4096] * 6 + [4 * 4096]),
     ],
-    ids=["one", "whole storages, without small ones", "at most 16"],
+    ids=["one", "whole storages, without small ones", "at most 7"],
 )
 @pytest.mark.parametrize("limit", [1 << 40, 0], ids=["there", "not there"])
 def test_pieces_hold_what_comes_next(
@@ -129,6 +129,16 @@ def test_what_would_have_half_a_small_segment_for_itself_lies_in_a_piece(asked: 
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1024, 1024, 256, 2000, 1024]
 
 
+def test_small_storages_grow_where_that_costs_little(asked: Callable[[int], list[int]]) -> None:
+    group, tensors = away([100] * 2 + [1 << 16], get_device("cpu"))
+    found = asked(1 << 40)
+    copy = HostToDevice(group._chunks, few_segments=True)
+    while copy.has_next:
+        copy.next_chunk()
+    assert found == [1024 + 1024 + (1 << 16)]
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1024, 1024, 1 << 16]
+
+
 def test_what_has_grown_can_be_saved(asked: Callable[[int], list[int]], tmp_path: Path) -> None:
     asked(1 << 40)
     kept = torch.randn(100)
@@ -146,7 +156,9 @@ def test_what_has_grown_can_be_saved(asked: Callable[[int], list[int]], tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("small", "num_segments"), [([], 0), ([MB // 2] * 100, 25), ([MB] * 100, 0)])
+@pytest.mark.parametrize(
+    ("small", "num_segments"), [([], 0), ([MB // 8] * 100, 7), ([MB // 4] * 40, 0), ([MB] * 100, 0)]
+)
 def test_few_handles_open_what_has_come_back(small: list[int], num_segments: int) -> None:
     device = get_device("cuda")
     sizes = [size + 512 * number for size in (20 * MB, 4 * MB) for number in range(100)] + small
@@ -159,7 +171,7 @@ def test_few_handles_open_what_has_come_back(small: list[int], num_segments: int
         group.onload()
         assert all(tensor.eq(size % 251).all() for size, tensor in zip(sizes, tensors, strict=True))
         handles, _ = device.memory.export_ipc_together(tensors)
-        assert len(handles) <= 16 + num_segments + 1, "small ones lie in segments of 2 MiB"
+        assert len(handles) <= 7 + num_segments + 1, "small ones lie in segments of 2 MiB"
         for handle in handles:
             device.memory.revoke(handle)
 

@@ -343,6 +343,25 @@ def test_a_resume_in_bfloat16_has_the_float32_weights(start: Build, tmp_path: Pa
     assert engine.train_batch(packed_batch(), ppo_clip())["loss"] < losses[2]
 
 
+def test_no_step_is_taken_by_gradients_in_bfloat16_that_are_not_finite(start: Build) -> None:
+    """Their norm says so, without DeepSpeed's search of each gradient."""
+    engine = start(1, stage=2, compute_dtype="bfloat16")
+    before = engine.state_dict()
+
+    def explodes(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        from deepspeed.runtime.zero import stage_1_and_2
+
+        stage_1_and_2.has_inf_or_nan = None  # a search fails
+        return logprob * float("inf"), {}
+
+    with pytest.raises(RlcoreError, match="no step was taken"):
+        engine.train_batch(packed_batch(), explodes)
+    assert_same_weights(engine.state_dict(), before)
+    engine.train_batch(packed_batch(), ppo_clip())
+    with pytest.raises(AssertionError):
+        assert_same_weights(engine.state_dict(), before)
+
+
 def rate_of(truth: Truth) -> float:
     return float(truth.exact.module.optimizer.param_groups[0]["lr"])
 

@@ -124,10 +124,11 @@ def test_hardware_buyer_reads_a_record_made_here(
     assert all("GFLOP/s" in row and "GB/s" in row for row in measured)
 
 
-def test_an_example_that_needs_an_argument_says_which(tmp_path: Path) -> None:
-    result = run_warm([str(ROOT / "examples" / "rlite_tutorial.py")], cwd=tmp_path)
+@pytest.mark.parametrize("name", ["addition.py", "rlite_tutorial.py"])
+def test_an_example_that_needs_an_argument_says_which(name: str, tmp_path: Path) -> None:
+    result = run_warm([str(ROOT / "examples" / name)], cwd=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
-    assert re.fullmatch(r"usage: rlite_tutorial.py FOLDER .*\n", result.stderr)
+    assert re.fullmatch(rf"usage: {name} FOLDER .*\n", result.stderr)
 
 
 def test_hardware_buyer_refuses_what_is_no_record(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ _AT_ONCE = 8
 
 
 def fullest(lengths: list[int], most: int) -> int:
-    """Return the tokens of a step's largest micro-batch: the engine makes them even, below the most that they may have."""
+    """Return the tokens of the largest micro-batch of a step: the engine makes them even."""
     (whole,) = rank_batches(batch_of(lengths), 1, most)
     parts = micro_batches(whole, torch.ones(sum(lengths), dtype=torch.bool), most, torch.device("cpu"))
     return max(int(part.cu_rows[-1]) + len(part.cu_rows) - 1 for part in parts)  # the last token of each has no row

@@ -76,7 +76,7 @@ def test_a_terminal_shows_the_run_live_and_gets_its_cursor_back() -> None:
     assert "output    out/[run]" in plain
 
 
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb", "COLUMNS": "100", "LINES": "24"}])
 def test_a_terminal_that_wants_no_colour_gets_plain_lines(env: dict[str, str]) -> None:
     process, keyboard, screen = start_on_terminal("0", **env)
     assert process.communicate()[0] == b""
@@ -89,6 +89,15 @@ def test_a_terminal_that_wants_no_colour_gets_plain_lines(env: dict[str, str]) -
         "Result",
         "accuracy  99.0 %",
         "output    out/[run]",
+    ]
+
+
+def test_a_plain_line_that_is_wider_than_the_terminal_is_two() -> None:
+    process, keyboard, screen = start_on_terminal("0", NO_COLOR="1", COLUMNS="80")
+    process.communicate()
+    assert read_to_end(keyboard, screen).splitlines()[1:3] == [
+        "step 10/20  reward 0.500  1,234 tokens/s",
+        "    generate 5.0 s  train 2.5 s  sync 0.0 s  offload 0.0 s",
     ]
 
 

@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,8 +332,16 @@ def test_ctrl_c_twice_stops_at_once_without_noise(start: Start, tmp_path: Path) 
     code, stdout, stderr = ended(process)
     assert (code, stdout) == (130, "")
     # the step may have ended between the two: then the run has stopped by the first
-    told = "stopped(?: at once; continue after the last checkpoint|; continue) with"
+    told = "stopped(?: at once; continue from the last checkpoint|; continue with)"
     assert re.fullmatch(rf"{told}: .* quickstart --resume --output .*\n", stderr), stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_in_the_warm_start_says_that_nothing_is_kept(start: Start, tmp_path: Path) -> None:
+    twice = (INTERRUPTED.format(function=name, call=1) for name in ("task.answer_batch", "task.imitation_batch"))
+    code, stdout, stderr = ended(start("--output", tmp_path / "run", code="".join(twice) + SMALL))
+    assert (code, stdout) == (130, "")
+    assert stderr.splitlines()[-1] == "stopped at once, before the first checkpoint: nothing is kept"
 
 
 @pytest.mark.slow
@@ -668,3 +677,12 @@ def test_it_learns_from_rewards_and_from_nothing_else(
     for run_folder, steps in ((folder / "run", learns), (tmp_path / "run", control)):
         limit = logprob_rounding(run_folder / "model", MOST_TOKENS)
         assert max(line["parity"] for line in steps[1:]) < limit
+
+
+@pytest.mark.parametrize(
+    ("executor", "is_host", "dtype"),
+    [("hf", False, "float32"), ("vllm", False, "float32"), ("sglang", True, "float32"), ("sglang", False, "bfloat16")],
+)
+def test_sampler_has_the_trainers_dtype_where_it_has_that(executor: str, is_host: bool, dtype: str) -> None:
+    device: Any = SimpleNamespace(spec=SimpleNamespace(is_host=is_host))
+    assert run.sampler_dtype(executor, device) == dtype

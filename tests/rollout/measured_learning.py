@@ -1,9 +1,9 @@
 """The cost and the gain of staleness, measured: ``examples/async_grpo.py`` for each seed and bound.
 
-    python -m tests.rollout.measured_learning cpu FILE        a process for each run, with two cores of its own
+    python -m tests.rollout.measured_learning cpu FILE        each seed with two cores of its own
     python -m tests.rollout.measured_learning shared FILE     all runs over one sampler (--executor, --sample-on)
     python -m tests.rollout.measured_learning imitate FOLDER  what "shared" begins with: a checkpoint for each seed
-    python -m tests.rollout.measured_learning table FILE      the table of docs/rollout.md
+    python -m tests.rollout.measured_learning table FILE...   the table of docs/rollout.md
 
 FILE is JSON, written anew after each run: the machine, the versions and the runs. ``bench/results/rollout/`` has those
 of docs/rollout.md. ``simulated_learning.py`` is the same question with a clock that is simulated.
@@ -18,9 +18,9 @@ import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ from rlcore.atomic import write_file
 from rlcore.bench.measurement.system import new_record
 from rlcore.examples import async_grpo
 from rlcore.quickstart.model import quickstart_model
-from rlcore.quickstart.run import SMALL
+from rlcore.quickstart.run import SMALL, sampler_dtype
 
 BOUNDS, SEEDS = (0, 1, 2, 4, 8), (0, 1, 2, 3, 4)
-EXAMPLE = Path(async_grpo.__file__)
 Run = dict[str, Any]
 _ON_PROCESSORS = """
 import json, os, sys
@@ -59,13 +58,11 @@ class Measured:
     def __init__(self, path: Path, device: str) -> None:
         self._path, self._device = path, device
         self.runs: list[Run] = []
-        self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, run: Run) -> None:
-        with self._lock:
-            self.runs.append(run)
-            self.save({})
+        self.runs.append(run)
+        self.save({})
         print(_line(run), flush=True)
 
     def finish(self) -> None:
@@ -75,33 +72,36 @@ class Measured:
         self.save({name: record[name] for name in names})
 
     def save(self, where: dict[str, Any]) -> None:
-        runs = sorted(self.runs, key=lambda run: (run["max_staleness"], run["seed"]))
+        runs = sorted(self.runs, key=lambda run: (run["max_staleness"], run["seed"], run["steps"]))
         write_file(self._path, json.dumps(where | {"runs": runs}, indent=1).encode())
 
 
-def measure_on_cores(measured: Measured, bounds: Sequence[int], seeds: Sequence[int], steps: int, until: float) -> None:
-    """Run each pair in processes of its own on two cores that nobody else has; the longest runs first."""
-    pairs: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-    for pair in [(bound, seed) for bound in bounds for seed in seeds]:
-        pairs.put(pair)
-    cores = _cores()
-    slots = [[*cores[first], *cores[first + 1]] for first in range(0, len(cores) - 1, 2)]
-    print(f"{len(cores)} cores, so many runs at a time: {len(slots)}", flush=True)
+def measure_on_cores(given: argparse.Namespace) -> list[Run]:
+    """Run each seed in processes of its own on two cores that nobody else has."""
+    cores, command = _cores(), [sys.executable, "-c", _ON_PROCESSORS]
+    slots: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+    for first in range(0, len(cores) - 1, 2):
+        slots.put([*cores[first], *cores[first + 1]])
+    print(f"{len(cores)} cores, so many seeds at a time: {slots.qsize()}", flush=True)
+    shared = ["-m", "tests.rollout.measured_learning", "shared"]
+    options = [*_words("--bounds", given.bounds), *_words("--steps", [given.steps])]
+    options += _words("--begin-within", [given.begin_within])
+    options += [f"--as-long-as={given.as_long_as}"] if given.as_long_as else []
 
-    def work(slot: list[int]) -> None:
-        while not pairs.empty() and time.monotonic() < until:
-            try:
-                bound, seed = pairs.get_nowait()
-            except queue.Empty:
-                return
-            if (run := _run_alone(slot, bound, seed, steps)) is not None:
-                measured.add(run | {"cores": len(slot)})
+    def run(seed: int) -> list[Run]:
+        slot, file = slots.get(), given.file.with_name(f"{given.file.stem}-seed-{seed}.json")
+        words = [*command, json.dumps(slot), *shared, str(file), *_words("--seeds", [seed]), *options]
+        subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_DEVICE": "cpu"}, check=False)
+        slots.put(slot)
+        runs: list[Run] = json.loads(file.read_bytes())["runs"] if file.exists() else []
+        return [one | {"cores": len(slot)} for one in runs]
 
-    threads = [threading.Thread(target=work, args=(slot,)) for slot in slots]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(given.seeds)) as pool:
+        return [one for runs in pool.map(run, given.seeds) for one in runs]
+
+
+def _words(name: str, values: Iterable[object]) -> list[str]:
+    return [name, *map(str, values)]
 
 
 def _cores() -> list[list[int]]:
@@ -116,42 +116,42 @@ def _cores() -> list[list[int]]:
     return list(found.values())
 
 
-def _run_alone(processors: Sequence[int], bound: int, seed: int, steps: int) -> Run | None:
-    with tempfile.TemporaryDirectory() as folder:
-        record, timeline = Path(folder, "run.json"), Path(folder, "timeline.json")
-        command = [sys.executable, "-c", _ON_PROCESSORS, json.dumps(processors), str(EXAMPLE)]
-        command += [*map(str, (bound, steps, seed)), "--record", str(record), "--timeline", str(timeline)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_DEVICE": "cpu"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"FAILED bound {bound} seed {seed}: {done.stderr[-2000:]}", flush=True)
-            return None
-        run: Run = json.loads(record.read_text())
-        return run | {"timeline": json.loads(timeline.read_text())}
-
-
-def measure_shared(
-    measured: Measured, bounds: Sequence[int], seeds: Sequence[int], steps: int, until: float, *, engines: Engines
-) -> None:
+def measure_shared(measured: Measured, given: argparse.Namespace, engines: Engines) -> None:
     """Run each pair over one sampler, each seed from the same weights; bound by bound, as far as the time goes."""
-    sampler = rlcore.InferenceEngine(quickstart_model(seed=seeds[0]), executor=engines.executor)
-    with sampler as infer, tempfile.TemporaryDirectory() as folder:
-        infer.build(devices=engines.sample_on, launcher="process", dtype="float32", **SMALL.get(engines.executor, {}))
-        for seed in seeds:
-            with async_grpo.trainer(seed) as train:
-                train.build(devices=engines.train_on, launcher="process")
-                async_grpo.imitate(train, seed)
-                train.save(Path(folder, f"seed-{seed}"))
-        with async_grpo.trainer(seeds[0]) as train:
-            train.build(devices=engines.train_on, launcher="process")
-            async_grpo.reinforce(train, infer, 0, num_steps=3, seed=seeds[0])  # kernels are compiled at their first use
-            for bound, seed in [(bound, seed) for bound in bounds for seed in seeds]:
-                if time.monotonic() > until:
-                    break
-                train.load(Path(folder, f"seed-{seed}"))
-                timeline = Path(folder, "timeline.json")
-                run = async_grpo.reinforce(train, infer, bound, num_steps=steps, seed=seed, timeline=timeline)
-                measured.add(run | asdict(engines) | {"timeline": json.loads(timeline.read_text())})
+    began = time.monotonic()
+    sampler = rlcore.InferenceEngine(quickstart_model(seed=given.seeds[0]), executor=engines.executor)
+    with sampler as infer, tempfile.TemporaryDirectory() as folder, async_grpo.trainer(given.seeds[0]) as train:
+        command = [sys.executable, "-m", "tests.rollout.measured_learning", "imitate", folder]
+        command += ["--train-on", engines.train_on, "--seeds"]
+        imitations = [subprocess.Popen([*command, str(seed)]) for seed in given.seeds]
+        dtype = sampler_dtype(engines.executor, rlcore.get_device(engines.sample_on))
+        infer.build(devices=engines.sample_on, launcher="process", dtype=dtype, **SMALL.get(engines.executor, {}))
+        print(f"{time.monotonic() - began:.0f} s: the sampler is built", flush=True)
+        train.build(devices=engines.train_on, launcher="process")
+        print(f"{time.monotonic() - began:.0f} s: the trainer is built", flush=True)
+        if any(process.wait() for process in imitations):
+            raise RuntimeError("an imitation has failed")
+        print(f"{time.monotonic() - began:.0f} s: all have imitated", flush=True)
+        train.load(Path(folder, f"seed-{given.seeds[0]}"))
+        async_grpo.reinforce(train, infer, 0, num_steps=3, seed=given.seeds[0])  # kernels are compiled at first use
+        for bound, seed, limits in _planned(given):
+            if time.monotonic() - began > given.begin_within:
+                break
+            train.load(Path(folder, f"seed-{seed}"))
+            timeline = Path(folder, "timeline.json")
+            run = async_grpo.reinforce(train, infer, bound, seed=seed, timeline=timeline, **limits)
+            measured.add(run | asdict(engines) | {"timeline": json.loads(timeline.read_text())})
+
+
+def _planned(given: argparse.Namespace) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return bound, seed and limits of each run: the same steps; and a bound of 1 for the synchronous runs' seconds."""
+    equal_steps = [(bound, seed, {"num_steps": given.steps}) for bound in given.bounds for seed in given.seeds]
+    synchronous = json.loads(given.as_long_as.read_bytes())["runs"] if given.as_long_as else []
+    return equal_steps + [
+        (1, run["seed"], {"num_steps": 10**6, "seconds": run["seconds"]})
+        for run in synchronous
+        if run["max_staleness"] == 0 and run["seed"] in given.seeds
+    ]
 
 
 def imitate(seed: int, train_on: str, folder: Path) -> None:
@@ -161,21 +161,22 @@ def imitate(seed: int, train_on: str, folder: Path) -> None:
         train.save(folder / f"seed-{seed}")
 
 
-def table(runs: Iterable[Run]) -> list[str]:
-    """Return the lines of a table in Markdown: a row for each bound."""
-    runs = list(runs)
+def table(runs: Sequence[Run], steps: int) -> list[str]:
+    """Return the lines of a table in Markdown: a row for each bound, and one for runs of other lengths."""
     seeds = sorted({run["seed"] for run in runs})
     lines = [
         f"| `max_staleness` | held-out accuracy, seeds {seeds[0]} to {seeds[-1]} | mean | seconds | mean | "
         "trainer waits | generation hidden | mean staleness |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for bound in sorted({run["max_staleness"] for run in runs}):
-        row = sorted((run for run in runs if run["max_staleness"] == bound), key=lambda run: run["seed"])
+    for bound, is_other in sorted({(run["max_staleness"], run["steps"] != steps) for run in runs}):
+        own = [run for run in runs if (run["max_staleness"], run["steps"] != steps) == (bound, is_other)]
+        row = sorted(own, key=lambda run: run["seed"])
+        most = max(run["steps"] for run in row)
         accuracies, seconds = [run["accuracy"] for run in row], [run["seconds"] for run in row]
         lags = [sum(int(lag) * n for lag, n in run["stats"]["staleness"].items()) / _given(run) for run in row]
         cells = [
-            str(bound),
+            f"{bound}, up to {most} steps" if is_other else str(bound),
             ", ".join(f"{one:.3f}" for one in accuracies),
             f"{_mean(accuracies):.3f}",
             ", ".join(f"{one:.1f}" for one in seconds),
@@ -210,29 +211,30 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("cpu", "shared", "imitate", "table"))
     parser.add_argument("file", type=Path)
+    parser.add_argument("more", type=Path, nargs="*", help="of a table")
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--as-long-as", type=Path, help="a FILE with synchronous runs: as many seconds, too")
     parser.add_argument("--begin-within", type=float, default=1e9, help="seconds in which runs begin")
     for field in fields(Engines):
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default)
     given = parser.parse_args()
     if given.what == "table":
-        print("\n".join(table(json.loads(given.file.read_text())["runs"])))
+        runs = [run for file in (given.file, *given.more) for run in json.loads(file.read_bytes())["runs"]]
+        print("\n".join(table(runs, given.steps)))
         return
     if given.what == "imitate":
         for seed in given.seeds:
             imitate(seed, given.train_on, given.file)
         return
-    arguments = given.bounds, given.seeds, given.steps, time.monotonic() + given.begin_within
+    measured = Measured(given.file, given.train_on)
     if given.what == "cpu":
-        measured = Measured(given.file, "cpu")
-        measure_on_cores(measured, *arguments)
+        measured.runs = measure_on_cores(given)
     else:
-        measured = Measured(given.file, given.train_on)
-        measure_shared(measured, *arguments, engines=Engines(given.train_on, given.sample_on, given.executor))
+        measure_shared(measured, given, Engines(given.train_on, given.sample_on, given.executor))
     measured.finish()
-    print("\n".join(table(measured.runs)))
+    print("\n".join(table(measured.runs, given.steps)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rlcore.errors import InvalidInputError, StateError, SyncError
 from rlcore.ops import decoupled_ppo, group_advantage
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import policy_class
+from rlcore.quickstart.run import SMALL
 from rlcore.rollout import LentDevices, RolloutController, SingleTurn
 from tests.model_rounding import logprob_rounding
 from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
@@ -177,9 +178,11 @@ def model(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("can_swap", [True, False])
+@pytest.mark.parametrize(
+    ("executor", "can_swap"), [("hf", True), ("hf", False), pytest.param("vllm", False, marks=pytest.mark.vllm)]
+)
 def test_real_engines_change_places_and_the_trainer_learns_the_same(
-    can_swap: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+    executor: str, can_swap: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sampler of its own and one on the trainer's device, whose tokens are as the trainer scores them."""
     with rlcore.meta_device():
@@ -189,11 +192,13 @@ def test_real_engines_change_places_and_the_trainer_learns_the_same(
     with (
         rlcore.TrainEngine(module) as train,
         rlcore.InferenceEngine(model) as own,
-        rlcore.InferenceEngine(model) as guest,
+        rlcore.InferenceEngine(model, executor=executor) as guest,
     ):
-        train.build(devices="cpu:0", launcher="inline")
-        own.build(devices="cpu:1", launcher="inline", dtype="float32")
-        guest.build(colocate_with=train, launcher="inline", dtype="float32")
+        is_on_gpu = executor == "vllm" and torch.cuda.is_available()  # whose vLLM runs nowhere else
+        train.build(devices="cuda:0" if is_on_gpu else "cpu:0", launcher="inline")
+        own.build(devices="cuda:0" if is_on_gpu else "cpu:1", launcher="inline", dtype="float32")
+        launcher = "inline" if executor == "hf" else None  # vLLM has a process of its own
+        guest.build(colocate_with=train, launcher=launcher, dtype="float32", **SMALL.get(executor, {}))
         monkeypatch.setattr(HfExecutor, "can_swap", can_swap)
         lent = LentDevices(train, guest, after_s=0.0)
         assert guest.state["weights"] is State.OFFLOADED

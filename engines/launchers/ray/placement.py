@@ -58,7 +58,7 @@ def assign(hosts: Sequence[Host], wishes: Wishes) -> list[str]:
     by_host = _candidates(hosts, accepted, wishes)
     free = {host: [name for name in names if name not in held] for host, names in by_host.items()}
     if wishes.num_hosts is not None:
-        return _alike(free, by_host, wishes)
+        return _alike(accepted, free, by_host, wishes)
     num_workers = _number(free, wishes)
     if wishes.devices is not None and wishes.is_exact:
         _check_named([name for names in by_host.values() for name in names], num_workers)
@@ -192,10 +192,18 @@ def _check_named(names: Sequence[str], num_workers: int) -> None:
 
 
 def _packed(hosts: Sequence[Host], free: Mapping[str, Sequence[str]], num_workers: int, group_size: int) -> list[str]:
-    """Return devices, in whole groups, of one host that has enough, else of hosts near each other, else of all."""
+    """Return devices, in whole groups, of one host that has enough, else of hosts near each other, else of all.
+
+    Of such hosts those that have the most come first, so that they are few.
+    """
+    whole = {host: [name for group in _groups(names, group_size) for name in group] for host, names in free.items()}
     found: list[str] = []
     for near in _neighbourhoods(hosts):
-        found = [name for host in near for group in _groups(free[host], group_size) for name in group]
+        chosen: list[str] = []
+        for host in sorted(near, key=lambda one: -len(whole[one])):
+            if sum(len(whole[one]) for one in chosen) < num_workers:
+                chosen.append(host)
+        found = [name for host in near if host in chosen for name in whole[host]]
         if len(found) >= num_workers:
             break
     return found[:num_workers]
@@ -224,7 +232,10 @@ def _groups(names: Sequence[str], size: int) -> list[Sequence[str]]:
     return [names[at : at + size] for at in range(0, len(names) - size + 1, size)]
 
 
-def _alike(free: Mapping[str, Sequence[str]], by_host: Mapping[str, Sequence[str]], wishes: Wishes) -> list[str]:
+def _alike(
+    hosts: Sequence[Host], free: Mapping[str, Sequence[str]], by_host: Mapping[str, Sequence[str]], wishes: Wishes
+) -> list[str]:
+    """Return devices of so many hosts, which are near each other where they can be."""
     if wishes.devices is not None or wishes.shared is not None:
         raise InvalidInputError("build() takes num_hosts, or devices or colocate_with, which say the hosts themselves")
     num_hosts, num_workers = wishes.num_hosts, wishes.num_workers
@@ -238,7 +249,11 @@ def _alike(free: Mapping[str, Sequence[str]], by_host: Mapping[str, Sequence[str
             f"; give a num_hosts that divides {num_workers // wishes.group_size}, or none"
         )
     each = num_workers // num_hosts
-    chosen = [list(names[:each]) for names in free.values() if len(names) >= each][:num_hosts]
+    chosen: list[Sequence[str]] = []
+    for near in _neighbourhoods(hosts):
+        chosen = [free[host][:each] for host in near if len(free[host]) >= each][:num_hosts]
+        if len(chosen) == num_hosts:
+            break
     if len(chosen) < num_hosts:
         raise DeviceError(
             f"{num_hosts} hosts with {each} free devices each are needed and {len(chosen)} have so many: "

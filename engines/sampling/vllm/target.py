@@ -28,7 +28,7 @@ from rlcore.weights.source import WeightSource, in_files, on_meta
 
 _PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
 _VARIABLES = ("VLLM_", "FLASHINFER_")
-_PLACES = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT")
+_OF_A_PROCESS = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT", "_IDENT", "_BUFFER_NAME")
 
 
 class VllmTarget(Target):
@@ -122,6 +122,6 @@ def _versions() -> list[str]:
 
 
 def _environment() -> list[str]:
-    """Return the variables that choose kernels. Addresses and ports, which differ each time, choose nothing."""
+    """Return the variables that choose kernels. Addresses and names that vLLM draws for each process choose nothing."""
     named = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    return sorted(f"{name}={value}" for name, value in named.items() if not name.endswith(_PLACES))
+    return sorted(f"{name}={value}" for name, value in named.items() if not name.endswith(_OF_A_PROCESS))

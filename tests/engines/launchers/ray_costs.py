@@ -1,13 +1,16 @@
 """Programs that measure launcher="ray"; they are run by hand, and docs/clusters.md has their numbers.
 
     python -m tests.engines.launchers.ray_costs hosts RECORD.json    # root: `rlcore bench run workers` on two hosts
+    python -m tests.engines.launchers.ray_costs hosts-table RECORD.json
     python -m tests.engines.launchers.ray_costs scale 2 8            # the program's time for calls of 8 to 512 workers
+    python -m tests.engines.launchers.ray_costs scale-table FILE...  # the tables again, of what such runs have printed
     python -m tests.engines.launchers.ray_costs sync vllm            # syncs on one device, by "process" and by "ray"
 
-"hosts" makes the two of namespaces (tests/hosts.py), with a Ray cluster over both; the bench runs on the first. In
-"scale" agents, here 2 and then 8, and Ray are real, and the workers are stand-ins in them that answer at once: what is
-measured is the program that calls them; its last table is what follows for more hosts, on paper. "sync" has a trainer
-of Qwen2.5-1.5B's shapes (small ones where the device is a host) and a sampler of the executor that is named.
+"hosts" makes the two of namespaces (tests/hosts.py), with a Ray cluster over both; the bench runs on the first, with
+what follows the record's name, such as `workers --within 4 --continue`. In "scale" agents, here 2 and then 8, and Ray
+are real, and the workers are stand-ins in them that answer at once: what is measured is the program that calls them;
+its last table is what follows for more hosts, on paper. "sync" has a trainer of Qwen2.5-1.5B's shapes (small ones where
+the device is a host) and a sampler of the executor that is named.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import torch
 import rlcore
 from rlcore.bench.cases.models import QWEN_1_5B
 from rlcore.bench.cases.peers.vllm_pair import EnginePair
+from rlcore.bench.record import Record, read
 from rlcore.engines.launchers.launch import start_workers
 from rlcore.engines.launchers.ray import cluster
 from rlcore.engines.launchers.ray.agent import Agent
@@ -44,6 +48,14 @@ CALLS = {"without arguments": 10, "a batch of 256 KiB for each worker": 2, "one 
 """The calls that are measured, and how many of each a step on paper has."""
 DEVICES_OF_A_HOST = 8
 BATCH_BYTES = 256 << 10
+STARTED_AT_ONCE = 8
+"""Agents that this one machine starts at a time; each imports torch, and has two minutes for it."""
+MEASURED = {
+    "a call and its answer, ms": ("call", 1000),
+    "256 MiB as an argument, s": ("send", 1),
+    "256 MiB as an answer, s": ("receive", 1),
+    "start of four workers, its agent running, s": ("start_4", 1),
+}
 _IDLE_S = 20.0
 
 
@@ -90,23 +102,41 @@ class Cost(NamedTuple):
     passed: float
 
 
-def over_two_hosts(record: Path) -> None:
+def over_two_hosts(record: Path, asked: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch, hosts(2, Path(scratch), also=[record.parent]) as (here, there):
         Cluster(here, there)
-        bench = ["-m", "rlcore", "bench", "run", "workers", "-o", str(record)]
+        bench = ["-m", "rlcore", "bench", "run", *(asked or ["workers"]), "-o", str(record)]
         program = here.python(*bench, environment=ENVIRONMENT | {"RAY_ADDRESS": ADDRESS})
         printed = "".join(program.communicate())
         sys.exit(printed if program.returncode else None)
 
 
+def hosts_table(record: Record) -> str:
+    """Return the medians of what a record of "hosts" has, and the fastest in brackets."""
+    rows = ["| | process | ray, own host | ray, other host |", "| --- " * 4 + "|"]
+    for label, (name, scale) in MEASURED.items():
+        found = [samples_of(record, f"workers/{place}{name}") for place in ("", "ray_", "ray_other_host_")]
+        cells = [f"{statistics.median(one) * scale:.2g} ({min(one) * scale:.2g})" if one else "" for one in found]
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def samples_of(record: Record, case: str) -> list[float]:
+    """Return the seconds of a case; none where it did not pass."""
+    return [sample for one in record.passed() if one.name == case for sample in one.samples("time")]
+
+
 def scale(numbers_of_agents: list[int]) -> None:
-    costs: list[Cost] = []
-    idle: list[tuple[int, float]] = []
+    measured = []
     for number in numbers_of_agents:
-        found = found_by("agents", str(number))
-        costs += [Cost(*one) for one in found["costs"]]
-        idle.append((number, found["idle"]))
-        print(json.dumps(found), flush=True)
+        measured.append(found_by("agents", str(number)))
+        print(json.dumps(measured[-1]), flush=True)
+    print_scale(measured)
+
+
+def print_scale(measured: list[dict[str, Any]]) -> None:
+    costs = [Cost(*one) for found in measured for one in found["costs"]]
+    idle = [(Cost(*found["costs"][0]).agents, found["idle"]) for found in measured]
     print(measured_table(costs))
     print("\n".join(f"each of {number} agents, no call: {share * 1000:.2f} ms a second" for number, share in idle))
     print(paper_table(costs, statistics.median(share for _, share in idle)))
@@ -157,7 +187,8 @@ def agents(number: int) -> None:
     names = [f"host-{index}" for index in range(number)]
     cluster_of(names)
     without = idle_share()
-    connect().links(names)
+    for first in range(0, number, STARTED_AT_ONCE):
+        connect().links(names[first : first + STARTED_AT_ONCE])
     found: dict[str, Any] = {"idle": (idle_share() - without) / number, "costs": []}
     for workers in WORKERS:
         if workers >= number:
@@ -241,10 +272,15 @@ def sync_by(launcher: str, executor: str) -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["hosts", record]:
-            over_two_hosts(Path(record).resolve())
+        case ["hosts", record, *asked]:
+            over_two_hosts(Path(record).resolve(), asked)
+        case ["hosts-table", record]:
+            print(hosts_table(read(Path(record))))
         case ["scale", *numbers] if numbers:
             scale([int(number) for number in numbers])
+        case ["scale-table", *files] if files:
+            lines = [line for file in files for line in Path(file).read_text().splitlines()]
+            print_scale([json.loads(line) for line in lines if line.startswith("{")])
         case ["sync", executor]:
             sync(executor)
         case ["sync-by", launcher, executor]:

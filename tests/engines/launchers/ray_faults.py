@@ -206,21 +206,21 @@ class Round:
         time.sleep(self.draw.random() * 1.5)
         struck = self.strike(fault, before)
         self.folder.say(f"struck-{number}")
+        began, after = time.monotonic(), dict[str, Any](agents=[])
+        result = dict[str, Any](error="")
         if fault in ("kill program", "interrupt program"):
-            began = time.monotonic()
             self.wait_for_end()
-            result: dict[str, Any] = {"error": "", "seconds": time.monotonic() - began}
-            after: dict[str, Any] = {"agents": []}
         else:
-            result = self.wait(f"result-{number}", LONGEST_S)
             try:
+                result["error"] = "the program was ended by Ray"
+                result = self.wait(f"result-{number}", LONGEST_S)
                 self.heal(fault)
                 self.folder.say(f"healed-{number}")
                 after = self.wait(f"end-{number}", 300)
             except HeadEndedError:
                 self.wait_for_end()
-                after = {"agents": []}
                 result["has_head_ended"] = True
+        result = {"seconds": time.monotonic() - began, **result}
         kept = [tuple(one) for kind in after.values() for one in kind]
         gone_s = self.check_gone({key: one for key, one in watched.items() if key not in kept}, after["agents"])
         return {"step": step, "struck": struck, **result, "gone_s": gone_s}

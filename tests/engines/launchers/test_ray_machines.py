@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,7 +21,7 @@ import rlcore
 from tests.engines.launchers.ray_faults import ENVIRONMENT
 from tests.engines.train_batches import assert_same_weights, packed_batch
 from tests.engines.train_policy import adamw_policy
-from tests.hosts import Host, start_hosts
+from tests.hosts import ROOT, Host, start_hosts
 from tests.warm import LIMIT_S
 
 __all__ = ["start_hosts"]  # a fixture
@@ -211,6 +213,54 @@ def test_a_trainer_over_three_machines_gives_its_samplers_there_what_has_changed
         assert served == [served[0]] * 3, "all samplers serve the same weights"
     assert found["served"][0] != found["served"][1]
     assert found["alone"] == found["served"][1][0], "those that a whole sync, held against the engine's loader, brings"
+
+
+SRUN = """
+    import json, os, sys
+    from pathlib import Path
+
+    draft = Path(os.environ["SHARED"], "draft")
+    draft.write_text(json.dumps([sys.argv[2:], dict(os.environ)]))
+    draft.rename(draft.with_name("step"))
+    os.execvpe(sys.argv[2], sys.argv[2:], os.environ | {"SLURM_NODEID": "0", "SLURMD_NODENAME": "host-a"})
+"""
+
+SCANCEL = """
+    import os, sys
+
+    print("ends", sys.argv[1], flush=True)
+    os.kill(-1, 9)
+"""
+
+OTHER_NODE = """
+    import json, os, sys, time
+    from pathlib import Path
+
+    while not (step := Path(sys.argv[1], "step")).exists():
+        time.sleep(0.1)
+    command, environment = json.loads(step.read_text())
+    os.execvpe(command[0], command, environment | {"SLURM_NODEID": "1", "SLURMD_NODENAME": "host-b"})
+"""
+
+
+def test_the_script_for_slurm_on_the_page_runs_the_program_on_all_nodes(start_hosts: Any, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text("utf-8")
+    (script,) = re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for tool, text in {"srun": SRUN, "scancel": SCANCEL}.items():
+        (tmp_path / tool).write_text(f"#!{sys.executable}\n{textwrap.dedent(text)}")
+        (tmp_path / tool).chmod(0o755)
+    program = ROOT / "examples" / "more_devices.py"
+    found = script.replace("--train 16", "--train 2").replace("=--head ", '="--head --include-dashboard=false" ')
+    found = found.replace("program.py", f"{program} --devices 2 --hosts 2 --steps 1 --address auto")
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    settings = {"PATH": path, "SHARED": f"{tmp_path}", "SLURM_JOB_ID": "7", "RLCORE_DEVICE": "cpu"}
+    with start_hosts(2) as (here, there):
+        other = there.python("-c", textwrap.dedent(OTHER_NODE), str(tmp_path))
+        printed, errors = here.start(["bash", "-c", found], environment=settings).communicate(timeout=LIMIT_S)
+        other.kill()
+    assert "trainer and samplers on host-a/cpu:0, host-b/cpu:0" in printed, errors
+    assert re.search(r"^step  0 .* weights by relayed$", printed, re.MULTILINE)
+    assert printed.endswith("ends 7\n")
 
 
 @pytest.mark.parametrize("how", ["cut off", "stopped"])

@@ -59,18 +59,39 @@ def test_workers_are_spread_alike_over_the_number_of_hosts() -> None:
         found(num_workers=6, num_hosts=2)
 
 
+def hosts_of_names(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.split("/")[0] for name in names))
+
+
+ROWS = [("a", "r1", "n1"), ("b", "r2", "n2"), ("c", "r2", "n3"), ("d", "r2", "n3"), ("e", "r1", "n4")]
+"""Host, rack and NVLink domain."""
+NEAR = [
+    Host(name=name, address="10.0.0.1", counts={"cuda": 2}, labels={"rack": rack, "ray.io/gpu-domain": domain})
+    for name, rack, domain in ROWS
+]
+
+
+def test_a_number_of_hosts_is_taken_of_those_that_are_near_each_other() -> None:
+    assert hosts_of_names(found(*NEAR, num_workers=4, num_hosts=2)) == ["c", "d"], "of one NVLink domain"
+    assert hosts_of_names(found(*NEAR, num_workers=3, num_hosts=3)) == ["b", "c", "d"], "of one rack"
+    assert hosts_of_names(found(*NEAR, num_workers=8, num_hosts=4)) == ["a", "b", "c", "d"], "no rack has four"
+    assert hosts_of_names(found(*NEAR, num_workers=4, num_hosts=2, held={"c/cuda:0": "x"})) == ["a", "e"]
+
+
+def test_pack_takes_as_few_hosts_as_will_do() -> None:
+    uneven = [Host(name=f"h{at}", address="10.0.0.1", counts={"cuda": count}) for at, count in enumerate((2, 8, 1, 8))]
+    assert hosts_of_names(found(*uneven, num_workers=16)) == ["h1", "h3"]
+    assert hosts_of_names(found(*uneven, num_workers=17)) == ["h0", "h1", "h3"]
+    assert hosts_of_names(found(*uneven, num_workers=18, group_size=2)) == ["h0", "h1", "h3"]
+    assert len(found(*uneven)) == 19, "all"
+
+
 def test_pack_takes_hosts_that_are_near_each_other() -> None:
-    rows = [("a", "r1", "n1"), ("b", "r2", "n2"), ("c", "r2", "n3"), ("d", "r2", "n3"), ("e", "r1", "n4")]
-    near = [
-        Host(name=name, address="10.0.0.1", counts={"cuda": 2}, labels={"rack": rack, "ray.io/gpu-domain": domain})
-        for name, rack, domain in rows
-    ]
-    hosts_of_names = lambda names: list(dict.fromkeys(name.split("/")[0] for name in names))  # noqa: E731
-    assert hosts_of_names(found(*near, num_workers=2)) == ["a"]
-    assert hosts_of_names(found(*near, num_workers=4)) == ["c", "d"], "of one NVLink domain"
-    assert hosts_of_names(found(*near, num_workers=4, held={"c/cuda:0": "x"})) == ["a", "e"], "of one rack"
-    assert hosts_of_names(found(*near, num_workers=6)) == ["b", "c", "d"]
-    assert hosts_of_names(found(*near, num_workers=8)) == ["a", "b", "c", "d"], "there is no rack of so many"
+    assert hosts_of_names(found(*NEAR, num_workers=2)) == ["a"]
+    assert hosts_of_names(found(*NEAR, num_workers=4)) == ["c", "d"], "of one NVLink domain"
+    assert hosts_of_names(found(*NEAR, num_workers=4, held={"c/cuda:0": "x"})) == ["a", "e"], "of one rack"
+    assert hosts_of_names(found(*NEAR, num_workers=6)) == ["b", "c", "d"]
+    assert hosts_of_names(found(*NEAR, num_workers=8)) == ["a", "b", "c", "d"], "there is no rack of so many"
 
 
 def test_spread_deals_groups_to_hosts_in_turn() -> None:

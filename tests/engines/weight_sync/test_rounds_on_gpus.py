@@ -25,7 +25,7 @@ LARGE = Sizes(vocab=4096, hidden=1024, inner=4096, heads=8, kv_heads=8, head_dim
 """1.6 GB in 266 tensors, most of which torch's allocator would keep in blocks of their own."""
 MANY = Sizes(hidden=512, inner=256, experts=128, layers=8)
 """1.6 GB in 3136 tensors, none above 1 MiB: torch's allocator has some 800 blocks of 2 MiB for them."""
-MOST_HANDLES = 16 + 2
+MOST_HANDLES = 7 + 2
 """Small tensors among them take less than a segment of 2 MiB, and others may have left space in one."""
 
 

@@ -15,6 +15,7 @@ import rlcore
 from rlcore.errors import StateError, SyncError, UnsupportedError
 from tests.engines.ask import ask
 
+from .conftest import ENGINE
 from .policy import GREEDY, PROMPTS, assert_same, assert_same_logprobs, fresh
 
 pytestmark = pytest.mark.vllm
@@ -44,6 +45,18 @@ def test_nothing_moves_when_nothing_changed(infer: rlcore.InferenceEngine, train
     report = train.sync_weights(infer)
     assert (report.moved_bytes, report.fallback_bytes) == (0, 0)
     assert infer.version == report.version
+
+
+@pytest.mark.slow
+def test_a_later_process_tests_no_plan_again(train: rlcore.TrainEngine, model_folder: Path) -> None:
+    """vLLM draws names for each process, in variables of its environment: they are no part of what an engine is."""
+    tested = []
+    for _ in range(2):
+        with rlcore.InferenceEngine(model_folder, executor="vllm").build(devices=DEVICE, **ENGINE) as infer:
+            report = train.sync_weights(infer)
+            tested.append("self_test" in report.calls_s)
+            assert report.moved_bytes == report.needed_bytes > 0
+    assert not tested[1]
 
 
 def test_the_loop_with_released_weights(

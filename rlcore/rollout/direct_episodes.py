@@ -1,0 +1,90 @@
+"""``DirectEpisodes``: episodes that begin now, for somebody who waits for all of them.
+
+The staleness bound does not count them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rlcore.errors import RolloutError, RolloutTimeoutError
+from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode_queue import EpisodeQueue
+from rlcore.rollout.episode_runner import Accept, EpisodeRunner
+from rlcore.rollout.waiting import Waiting
+from rlcore.rollout.workflow import Workflow
+
+
+class DirectEpisodes:
+    """Runs them, and knows which are under way.
+
+    Args:
+        lock: of what the controller's threads share.
+        queue: counts them, and gives them numbers.
+    """
+
+    def __init__(self, lock: threading.Condition, queue: EpisodeQueue, runner: EpisodeRunner, waiting: Waiting) -> None:
+        self._lock, self._queue, self._runner, self._waiting = lock, queue, runner, waiting
+        self._under_way: dict[int, Future[Episode | None]] = {}
+
+    def run(
+        self,
+        items: Sequence[Any],
+        workflow: Workflow,
+        accept: Accept | None,
+        *,
+        timeout_s: float | None,
+        check: Callable[[], None],
+    ) -> list[Episode]:
+        """Run an episode for each item; return those that ended well, in order.
+
+        Args:
+            check: raises, called with the lock held, when they cannot begin or go on.
+
+        Raises:
+            RolloutTimeoutError: they did not end in time, and are cancelled.
+            RolloutError: none of them has ended well.
+        """
+        with self._lock:
+            check()
+            numbers = [self._queue.begin_direct() for _ in items]
+            futures: list[Future[Episode | None]] = [Future() for _ in items]
+            self._under_way |= zip(numbers, futures, strict=True)
+            version = self._queue.bound.version
+
+        def is_ready() -> bool:
+            if all(future.done() for future in futures):
+                return True
+            check()
+            return False
+
+        try:
+            for number, data in zip(numbers, items, strict=True):
+                self._runner.start(number, data, workflow, accept)
+            if not self._waiting.until(is_ready, timeout_s, version=version):
+                num_ended = sum(future.done() for future in futures)
+                raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
+        except BaseException:  # Ctrl-C too
+            self._runner.cancel(numbers)
+            raise
+        finally:
+            with self._lock:
+                for number in numbers:
+                    self._under_way.pop(number, None)
+        episodes = [episode for future in futures if (episode := future.result()) is not None]
+        if not episodes:
+            raise RolloutError(
+                f"none of {len(items)} episodes ended well: {self._queue.last_failure_in_words()}"
+            ) from self._queue.last_failure
+        return episodes
+
+    def has(self, number: int) -> bool:
+        """Return True if it is one of them. It is called with the lock held."""
+        return number in self._under_way
+
+    def note_end(self, end: EpisodeEnd) -> None:
+        """Note that one of them has ended, but for a cancellation. It is called with the lock held."""
+        self._under_way[end.episode.number].set_result(end.episode if end.is_good else None)

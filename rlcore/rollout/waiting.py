@@ -1,0 +1,56 @@
+"""``Waiting``: somebody waits until the rollout has brought something, and lends the trainer's devices meanwhile."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlcore.rollout.fleet import Fleet
+    from rlcore.rollout.lending import LentDevices
+
+_LOOK_S = 0.5
+"""How often somebody who waits looks for what nobody tells."""
+
+
+class Waiting:
+    """Waits on a condition, in the user's threads.
+
+    Args:
+        changed: notified when something was brought; its lock is the controller's.
+        lent: lends the trainer's devices to ``fleet`` during a wait.
+    """
+
+    def __init__(self, changed: threading.Condition, fleet: Fleet, lent: LentDevices | None) -> None:
+        self._changed, self._fleet, self._lent = changed, fleet, lent
+
+    def until(self, is_ready: Callable[[], bool], timeout_s: float | None, *, version: int) -> bool:
+        """Wait until ``is_ready()``, asked with the lock held; return False after ``timeout_s``.
+
+        The trainer's devices are lent meanwhile, and have been taken back when this returns, or raises.
+
+        Args:
+            version: of the weights that lent devices are to serve.
+        """
+        began = time.monotonic()
+        try:
+            while True:
+                with self._changed:
+                    if is_ready():
+                        return True
+                    waited_s = time.monotonic() - began
+                    lent_in_s = self._lent.due_in_s(waited_s) if self._lent else math.inf
+                    left_s = math.inf if timeout_s is None else timeout_s - waited_s
+                    if left_s <= 0:
+                        return False
+                    if lent_in_s > 0:
+                        self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
+                        continue
+                assert self._lent is not None
+                self._lent.lend(self._fleet, version)  # not with the lock: it takes seconds
+        finally:
+            if self._lent is not None:
+                self._lent.take_back(self._fleet)
