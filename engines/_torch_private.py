@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,19 @@ def compile_keeping_less(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
     with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
         return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+
+@contextmanager
+def inductor_as_it_is() -> Iterator[None]:
+    """Give Inductor its deterministic mode back as it was: torch 2.13's ``use_deterministic_algorithms`` sets that too.
+
+    There is no public name of it.
+    """
+    import torch._inductor.config
+
+    config: Any = torch._inductor.config
+    with config.patch(deterministic=config.deterministic):
+        yield
 
 
 # --------------------------------------------------------------------------------------------------- plans of memory

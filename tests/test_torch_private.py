@@ -403,6 +403,17 @@ def the_compiler_has_the_option() -> None:
     assert callable(torch._dynamo.lookup_backend("inductor"))
 
 
+@contract("inductor_as_it_is")
+def inductor_has_a_deterministic_mode() -> None:
+    import torch._inductor.config
+
+    config: Any = torch._inductor.config
+    before = config.deterministic
+    with of_engines.inductor_as_it_is():
+        config.deterministic = not before
+    assert config.deterministic is before
+
+
 # ------------------------------------------------------------------------------------------------------ kernels
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rlcore.engines._torch_private import inductor_as_it_is
+
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 """Without it torch refuses products on NVIDIA's GPUs while its algorithms are deterministic; read at the first one."""
 
@@ -24,10 +26,11 @@ def deterministic_algorithms() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # it would write all memory twice
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = fills
+    with inductor_as_it_is():
+        torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False  # it would write all memory twice
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            memory.fill_uninitialized_memory = fills

@@ -40,6 +40,7 @@ class Fsdp2Executor(ShardedExecutor):
         if sharding.deterministic:
             prepare_deterministic()
             self.arithmetic = deterministic_algorithms
+        module.measure_head()
         source = open_weights(module, sharding.torch_dtype)
         self.class_name = type(module).__name__  # FSDP changes it
         self.frozen_dtype = sharding.torch_dtype

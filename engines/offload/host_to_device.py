@@ -19,6 +19,8 @@ _ROUNDED_TO = 512
 _LARGEST_SMALL = 1 << 20
 """Torch takes allocations up to these bytes from segments of their own, of 2 MiB, never from a larger segment."""
 _MOST_SEGMENTS = 7
+"""Of a set. A round of weight sync from four devices may open 32 handles (``bench/targets.toml``): these, and one for
+the small storages of each."""
 _SMALLEST_SEGMENT = 1 << 30
 _LITTLE = 1 / 64
 """The share of all bytes that may be given away for fewer segments of small storages."""
@@ -47,8 +49,7 @@ class HostToDevice:
         self.largest_bytes = max((part.storage_bytes for chunk in self._waiting for part in chunk.ranges), default=0)
         self.moved_bytes = self.allocated_bytes = 0
         self.is_pinned = all(chunk.block.is_pinned for chunk in chunks if chunk.block)
-        self._few_segments = few_segments
-        self._grows_above = _LARGEST_SMALL // (8 if _costs_little(self._waiting, _LARGEST_SMALL // 8) else 2)
+        self._grows_above = _grows_above(self._waiting) if few_segments else _LARGEST_SMALL
         self._outside_segments = deque(self._large_allocations(self._waiting) if few_segments else ())
         self._segment_bytes = max(_SMALLEST_SEGMENT, sum(self._outside_segments) // _MOST_SEGMENTS)
         self._free_segment_bytes = 0
@@ -81,7 +82,7 @@ class HostToDevice:
             self._take_segments(sum(self._large_allocations(itertools.islice(self._waiting, 1))))
         try:
             for part in absent:
-                part.storage.resize_(self._size_in_segment(part) if self._few_segments else part.storage_bytes)
+                part.storage.resize_(self._size_in_segment(part))
         except BaseException:
             for part in absent:
                 part.storage.resize_(0)
@@ -141,11 +142,13 @@ class HostToDevice:
         return [part for part in self._waiting[0].ranges if not part.storage.nbytes()]
 
 
-def _costs_little(chunks: Iterable[Chunk], above: int) -> bool:
-    """Return whether few of all bytes are added when each small storage of more than ``above`` bytes grows."""
-    sizes = {storage_key(part.storage): part.storage_bytes for chunk in chunks for part in chunk.ranges}
-    added = sum(_LARGEST_SMALL - size for size in sizes.values() if above < size <= _LARGEST_SMALL)
-    return added <= _LITTLE * sum(sizes.values())
+def _grows_above(chunks: Iterable[Chunk]) -> int:
+    """Return the bytes above which small storages grow: half of the largest, or less where that adds few bytes."""
+    always, perhaps = _LARGEST_SMALL // 2, _LARGEST_SMALL // 8
+    parts = (part for chunk in chunks for part in chunk.ranges if _is_torchs(part))
+    sizes = {storage_key(part.storage): part.storage_bytes for part in parts}.values()
+    added = sum(_LARGEST_SMALL - size for size in sizes if perhaps < size <= always)
+    return perhaps if added <= _LITTLE * sum(sizes) else always
 
 
 def _is_torchs(part: StorageRange) -> bool:

@@ -81,6 +81,7 @@ def attend_flash(version: int) -> Callable[..., Tensor]:
             softmax_scale=options["scaling"],
             sliding_window=options.get("sliding_window"),
             softcap=options.get("softcap"),
+            deterministic=torch.are_deterministic_algorithms_enabled() or None,  # None: as its own variable says
             attn_implementation=f"flash_attention_{version}",
             cu_seq_lens_q=packed.cu_seqlens,
             cu_seq_lens_k=packed.cu_seqlens,

@@ -621,6 +621,24 @@ def test_kernels_are_called_by_their_conventions(decoder: Decoder, name: str, fa
     assert_as_accurate_as_padded(decoder, implementation=name)
 
 
+@pytest.mark.parametrize(("asked", "told"), [(True, True), (False, None)])
+def test_flash_attn_is_deterministic_where_torch_is(
+    asked: bool, told: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a word of it, transformers would take what its environment variable says: mostly the other kernels."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        packed_implementations,
+        "_flash_attention_forward",
+        lambda *_, **options: seen.append(options["deterministic"]),
+    )
+    packed = packed_implementations.PackedSequences(torch.tensor([0, 3]), (3,), {}, lambda *_: "")
+    qkv = torch.zeros(3, 1, 2, 3, 4)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked)
+    packed_implementations.attend_flash(2)(None, *qkv, packed, scaling=1.0)
+    assert seen == [told]
+
+
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
 @pytest.mark.slow
 def test_variable_length_attention_is_in_the_graph_of_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:

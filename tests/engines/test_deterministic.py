@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.executors.deterministic import deterministic_algorithms
 from rlcore.errors import RlcoreError
 
 from .train_batches import packed_batch
@@ -60,6 +61,17 @@ def test_steps_and_scoring_are_inside_and_the_program_is_not(
             engine.train_batch(packed_batch(), failing)
         assert state() == before
     assert len(seen) >= 4 and set(seen) == {(True, False, False) if deterministic else before}
+
+
+def test_inductor_is_left_as_the_user_has_set_it() -> None:
+    import torch._inductor.config
+
+    config: Any = torch._inductor.config
+    for chosen in (True, False):
+        with config.patch(deterministic=chosen):
+            with deterministic_algorithms():
+                pass
+            assert config.deterministic is chosen
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,26 @@ def test_small_storages_grow_where_that_costs_little(asked: Callable[[int], list
         copy.next_chunk()
     assert found == [1024 + 1024 + (1 << 16)]
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1024, 1024, 1 << 16]
+
+
+def test_what_grows_anyway_is_no_cost_of_others(asked: Callable[[int], list[int]]) -> None:
+    group, tensors = away([100] + [300] * 10 + [1 << 16], get_device("cpu"))
+    asked(1 << 40)
+    copy = HostToDevice(group._chunks, few_segments=True)
+    while copy.has_next:
+        copy.next_chunk()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1024] * 11 + [1 << 16]
+
+
+def test_memory_of_another_owner_makes_no_cost_little(asked: Callable[[int], list[int]]) -> None:
+    asked(1 << 40)
+
+    def chunk_of(*storages: Any) -> Any:
+        return SimpleNamespace(ranges=[SimpleNamespace(storage=one, storage_bytes=one.nbytes()) for one in storages])
+
+    foreign = SimpleNamespace(_cdata=1, nbytes=lambda: 1 << 16)
+    chunk = chunk_of(torch.zeros(100, dtype=torch.uint8).untyped_storage(), foreign)
+    assert host_to_device._grows_above([chunk]) == 512 // 2
 
 
 def test_what_has_grown_can_be_saved(asked: Callable[[int], list[int]], tmp_path: Path) -> None:

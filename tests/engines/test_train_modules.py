@@ -412,11 +412,28 @@ def test_a_critic_is_one_more_train_engine(workers: int, qwen2_folder: Path, bui
     truth.assert_weights(engine.state_dict())
 
 
+def test_a_head_is_measured_before_its_weights_are_placed(own_folder: Path) -> None:
+    class Measuring(Own):
+        measured_on: str | None = None
+
+        def measure_head(self) -> None:
+            self.measured_on = self.head.weight.device.type
+
+        def where_measured(self) -> str | None:
+            return self.measured_on
+
+    with rlcore.meta_device():
+        module = Measuring(own_folder)
+    with rlcore.TrainEngine(module) as engine:
+        engine.build(devices="cpu", launcher="inline")
+        assert engine.call("where_measured") == ["meta"]
+
+
 # --------------------------------------------------------------------------------------------------------- traces
 
 
 def test_a_model_made_of_its_configuration_computes_in_another_dtype_than_it_stores(qwen2_folder: Path) -> None:
-    """Its head is measured at the first loss, while reading a parameter gives a cast."""
+    """Its head is measured in the build, while its weights are whole: later, reading a parameter gives a cast."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     class Policy(adamw_policy(Qwen2ForCausalLM)):  # type: ignore[misc]
