@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,9 +101,15 @@ def test_the_tokens_of_high_entropy_are_those_of_the_batch() -> None:
 
 
 @pytest.fixture(scope="module")
-def imitated() -> Iterator[None]:
+def states() -> dict[Any, Any]:
+    """The weights that each teacher was imitated to."""
+    return {}
+
+
+@pytest.fixture
+def imitated(states: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with one teacher begin with the same weights, for which the first of them imitates it."""
-    imitate, states = loop.Run.imitate, {}
+    imitate = loop.Run.imitate
 
     def imitate_once(run: loop.Run, num_steps: int) -> None:
         teacher = type(run.algorithm).teacher
@@ -114,9 +119,7 @@ def imitated() -> Iterator[None]:
             run.train.sync_weights(run.infer)
         states[teacher] = run.train.state_dict()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "imitate", imitate_once)
-        yield
+    monkeypatch.setattr(loop.Run, "imitate", imitate_once)
 
 
 @pytest.mark.slow
@@ -141,7 +144,8 @@ def test_it_improves_the_score_of_problems_that_it_has_not_seen(name: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_takes_steps_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_steps_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path))
     monkeypatch.setenv("RLCORE_DEVICE", "cuda")
     sizes = ["--steps=2", "--problems=4", "--samples=4", "--held-out=8", "--imitation=50"]
     assert len(loop.main(ALGORITHMS[name](), sizes).rewards) == 2
