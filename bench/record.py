@@ -34,6 +34,9 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 CROWDED: Final = "shared: others left no processor of the host free"
 """A mark: work of the host then waits, and finds caches and memory in use, so that even its processor time differs."""
 
+CUT_SHORT: Final = "cut short"
+"""The kind of a mark: the run was ended before the case had made all of its runs."""
+
 _LARGEST_BYTES = 50_000_000
 """Size of a file: a hundred times the largest record of this project. What it takes to read one is many times that."""
 

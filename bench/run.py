@@ -21,7 +21,7 @@ from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.measurement.measure import Sampling
 from rlcore.bench.measurement.telemetry import joined, marks
-from rlcore.bench.record import BenchCall, CaseResult, Effort, Metric, Record, identity, no_number, write
+from rlcore.bench.record import CUT_SHORT, BenchCall, CaseResult, Effort, Metric, Record, identity, no_number, write
 from rlcore.device import Device
 from rlcore.errors import BenchError
 from rlcore.settings import Settings
@@ -83,6 +83,10 @@ def _ignore(case: Case, results: list[CaseResult]) -> None:
     pass
 
 
+def _nothing(case: Case) -> list[CaseResult]:
+    return []
+
+
 def _always(case: Case) -> bool:
     return True
 
@@ -98,6 +102,8 @@ class BenchRun:
     record: Record
     path: Path
     run: RunCase
+    so_far: RunCase = _nothing
+    """Returns what a case had found that was interrupted."""
     rounds: int = 1
     report: Report = _ignore
     """Gets each case when a round of it ended, with all rounds of it so far."""
@@ -148,7 +154,13 @@ class BenchRun:
 
     def _round(self, case: Case) -> None:
         started = time.monotonic()
-        earlier, found = self._results.get(case.name), self.run(case)
+        earlier = self._results.get(case.name)
+        try:
+            found = self.run(case)
+        except KeyboardInterrupt:
+            if earlier is None and (found := self.so_far(case)):
+                self._results[case.name] = found
+            raise
         spent = time.monotonic() - started
         if earlier is None:
             self._results[case.name] = found
@@ -197,7 +209,9 @@ def noted(record: Record, note: str | None) -> Record:
 
 
 def _is_open(results: list[CaseResult]) -> bool:
-    """No contender has a number, and another try might give one."""
+    """No contender has a number, or some have not all of theirs, and another try might give them."""
+    if any(CUT_SHORT in result.kinds_of_marks() for result in results):
+        return True
     statuses = {result.status for result in results}
     return "pass" not in statuses and bool(statuses.intersection(_NO_NUMBER))
 

@@ -29,7 +29,7 @@ import msgspec
 from rlcore.bench import steps
 from rlcore.bench.case import Case, load_cases
 from rlcore.bench.measurement.calibrate import Store, calibrate
-from rlcore.bench.measurement.measure import Sampling, run_case
+from rlcore.bench.measurement.measure import Sampling, SoFar, run_case
 from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import Calibration, CaseResult, Effort, Record, no_number
 from rlcore.errors import BenchError
@@ -46,6 +46,7 @@ _GRACE_S = 3.0
 """Between asking what is late for its stack trace and its end."""
 
 _T = TypeVar("_T")
+_encoded = msgspec.json.encode
 
 
 class CaseJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +59,11 @@ class CaseJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A result, or how the process ended without one; before it, what the process is at."""
+    """A result, or how the process ended without one; before it, what the process is at and has found."""
 
     step: str = ""
+    so_far: bytes = b""
+    """The result as JSON if it ended now."""
     body: bytes = b""
     """The result as JSON; empty without one."""
     is_late: bool = False
@@ -91,6 +94,7 @@ class Isolated:
         self._on_step = on_step
         self._steps: list[str] = []
         """The steps of the job that runs, or ran last."""
+        self._so_far = b""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._child: MessageChild | None = None
 
@@ -116,20 +120,26 @@ class Isolated:
         """Return what ``measure.run_case`` finds; where its process ends before that, one result that says how.
 
         Args:
-            left_s: what the run has left; a case that takes longer is ended, and skipped.
+            left_s: what the run has left; a case that takes longer is ended, and skipped unless it has found something.
         """
         timeout_s = case.timeout_s if left_s is None else max(0.0, min(case.timeout_s, left_s))
         job = CaseJob(do="case", device=self._device_name, case=case.name, sampling=sampling, timeout_s=timeout_s)
         oom_kills = machine_kills()
         answer = self._ask(job)
         if answer.body:
-            return _results(answer, case)
+            return _results(answer.body, case)
         if answer.is_late and timeout_s < case.timeout_s:
+            if found := self.so_far(case):
+                return found
             reason = f"the time that the run had (--within) ended {timeout_s:.0f} s into it{self._at()}"
             return [no_number(case.name, "skipped", reason)]
         if answer.code == -signal.SIGKILL and machine_kills() > oom_kills:
             return [no_number(case.name, "oom", "the system ended its process for want of memory")]
         return [no_number(case.name, "fail", self._how(answer, job))]
+
+    def so_far(self, case: Case) -> list[CaseResult]:
+        """Return what ``case``, the last that was asked for, had found when it was ended."""
+        return _results(self._so_far, case) if self._so_far else []
 
     def _or_raise(self, job: CaseJob, kind: type[_T]) -> _T:
         answer = self._ask(job)
@@ -141,10 +151,13 @@ class Isolated:
         child = self._running_child()
         self._log.seek(0)
         self._log.truncate()
-        self._steps, started = [], time.monotonic()
+        self._steps, self._so_far, started = [], b"", time.monotonic()
         try:
             child.send(job)
             while (answer := child.receive(JobAnswer)) is not None:
+                if answer.so_far:
+                    self._so_far = answer.so_far
+                    continue
                 if not answer.step:
                     return answer
                 self._steps.append(f"{time.monotonic() - started:.0f} s {answer.step}")
@@ -185,9 +198,9 @@ class Isolated:
         return f"its process ended with exit code {answer.code}{last}"
 
 
-def _results(answer: JobAnswer, case: Case) -> list[CaseResult]:
+def _results(body: bytes, case: Case) -> list[CaseResult]:
     try:
-        return msgspec.json.decode(answer.body, type=list[CaseResult])
+        return msgspec.json.decode(body, type=list[CaseResult])
     except msgspec.ValidationError as error:  # such as a quantity of 0 or NaN, which no record may hold
         return [no_number(case.name, "fail", f"what it found is no result: {error}")]
 
@@ -245,7 +258,7 @@ def _work(job: CaseJob, cases: Mapping[str, Case], writing: Connection, answers:
         os.setsid()
         faulthandler.enable()
         steps.listen(lambda step: _say(answers, JobAnswer(step=step)))  # the child is silent meanwhile
-        writing.send_bytes(_result(job, cases))
+        writing.send_bytes(_result(job, cases, lambda found: _say(answers, JobAnswer(so_far=_encoded(found)))))
         code = 0
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -254,13 +267,13 @@ def _work(job: CaseJob, cases: Mapping[str, Case], writing: Connection, answers:
         os._exit(code)  # the cleanup at exit is the child's
 
 
-def _result(job: CaseJob, cases: Mapping[str, Case]) -> bytes:
+def _result(job: CaseJob, cases: Mapping[str, Case], so_far: SoFar) -> bytes:
     device = get_device(job.device)
     if job.do == "case":
-        return msgspec.json.encode(run_case(cases[job.case], device, job.sampling))
+        return _encoded(run_case(cases[job.case], device, job.sampling, so_far))
     if job.do == "calibrate":
-        return msgspec.json.encode(calibrate(device, job.effort))
-    return msgspec.json.encode(new_record(device, job.effort))
+        return _encoded(calibrate(device, job.effort))
+    return _encoded(new_record(device, job.effort))
 
 
 def _outcome(job: CaseJob, process: ForkProcess, pid: int, reading: Connection) -> JobAnswer:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from rlcore.bench import steps
 from rlcore.bench.case import Case, Contender, Work
 from rlcore.bench.measurement.device_clock import DeviceClock, Flush
 from rlcore.bench.measurement.telemetry import Monitor, marks
-from rlcore.bench.record import CaseResult, Metric, Status, no_number
+from rlcore.bench.record import CUT_SHORT, CaseResult, Metric, Status, no_number
 from rlcore.device import Device
 from rlcore.errors import DeviceError, MissingDependencyError, UnsupportedError
 
@@ -56,8 +57,19 @@ class Sampling:
     """How long to run each contender again for its energy, where a counter exists; 0: not at all."""
 
 
-def run_case(case: Case, device: Device, sampling: Sampling | None = None) -> list[CaseResult]:
-    """Return one result for each contender, in their order; an error becomes a status with its reason."""
+SoFar = Callable[[list[CaseResult]], None]
+
+
+def _ignore(results: list[CaseResult]) -> None:
+    pass
+
+
+def run_case(case: Case, device: Device, sampling: Sampling | None = None, so_far: SoFar = _ignore) -> list[CaseResult]:
+    """Return one result for each contender, in their order; an error becomes a status with its reason.
+
+    Args:
+        so_far: gets, of a case that states its number of runs, what there is after each of them.
+    """
     sampling = sampling or Sampling()
     monitor = Monitor(device)
     device.activate()
@@ -69,7 +81,7 @@ def run_case(case: Case, device: Device, sampling: Sampling | None = None) -> li
     except Exception as error:  # a case is a plugin's code; the reader of the record sees the error
         return [no_number(case.name, *_failure(error))]
     try:
-        return _measure(case, work, device, sampling, monitor)
+        return _measure(case, work, device, sampling, monitor, so_far)
     finally:
         if work.close is not None:
             work.close()
@@ -85,7 +97,9 @@ def _expect_distinct(work: Work) -> None:
         seen.add(same)
 
 
-def _measure(case: Case, work: Work, device: Device, sampling: Sampling, monitor: Monitor) -> list[CaseResult]:
+def _measure(  # noqa: PLR0917
+    case: Case, work: Work, device: Device, sampling: Sampling, monitor: Monitor, so_far: SoFar
+) -> list[CaseResult]:
     began_at, flush = time.time(), Flush(device, is_host=_is_on_host(work, device))
     trials = [Trial(contender, work, device, sampling, flush) for contender in work.contenders]
     for trial in trials:
@@ -98,6 +112,8 @@ def _measure(case: Case, work: Work, device: Device, sampling: Sampling, monitor
             steps.begin(trial.contender.implementation)
         trial.attempt(trial.sample)
         monitor.read()
+        if trial.num_runs is not None:
+            so_far([_unfinished(case, work, one, monitor, began_at) for one in trials])
     for trial in trials:
         trial.attempt(trial.check_last)
         if sampling.energy_s and work.num_runs is None:
@@ -131,6 +147,16 @@ def _result(case: Case, work: Work, trial: Trial, monitor: Monitor, began_at: fl
         telemetry=telemetry,
         marks=marks(telemetry),
     )
+
+
+def _unfinished(case: Case, work: Work, trial: Trial, monitor: Monitor, began_at: float) -> CaseResult:
+    if trial.failure is None and not trial.samples:
+        name, params = trial.contender.implementation, {**work.params, **trial.contender.params}
+        return no_number(case.name, "skipped", "the run ended before it had its turn", name, params)
+    found = _result(case, work, trial, monitor, began_at)
+    if not trial.wants_more:
+        return found
+    return msgspec.structs.replace(found, marks=[*found.marks, f"{CUT_SHORT}: {trial.progress}"])
 
 
 def _limits(work: Work) -> dict[str, int]:
@@ -196,6 +222,10 @@ class Trial:
         else:
             enough = self.sampling.min_samples if self._spent_s > self.sampling.budget_s else self.sampling.max_samples
         return self.failure is None and self._num_sampled < enough
+
+    @property
+    def progress(self) -> str:
+        return f"{self._num_sampled} of {self.num_runs} runs"
 
     @property
     def is_cold(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -103,13 +106,18 @@ def run(
     skipping = "" if within is None else f"; what does not fit into {within:g} min is skipped"
     number = f"{len(chosen)} case{'s' * (len(chosen) != 1)}"
     print(f"{number} on {on.name}, about {minutes} min ({effort}){skipping}", file=sys.stderr)
-    with progress(durations, chosen, plan.rounds) as shown, Isolated(on.name, on_step=shown.step) as isolated:
+    with (
+        _interrupted_by_sigterm(),
+        progress(durations, chosen, plan.rounds) as shown,
+        Isolated(on.name, on_step=shown.step) as isolated,
+    ):
         record = noted(isolated.new_record(effort), note)
         record = with_limits(isolated, continued(earlier, record) if earlier else record, recalibrate)
         running = BenchRun(
             record=record,
             path=path,
             run=lambda case: isolated.run_case(case, plan.sampling, limit.left_s),
+            so_far=isolated.so_far,
             rounds=plan.rounds,
             report=shown.report,
             has_time_for=limit.has_time_for,
@@ -130,6 +138,16 @@ def run(
         sys.stdout.flush()
     print(path, file=sys.stderr)
     raise typer.Exit(int(any(result.status in ("fail", "oom") for result in done.cases)))
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM is as Ctrl-C: where ``timeout`` or a queue of jobs ends the run, what is done is written."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @bench.command("compare")

@@ -108,7 +108,8 @@ def sequence_logprobs(head: CausalHead, hidden_BLH: Tensor, labels_BL: Tensor) -
 def train_without_logits(model: Any, loss: Loss = next_token_loss) -> Any:
     """Let ``model(**inputs)`` compute ``loss`` of hidden states where it trains and gets labels; return the model.
 
-    In evaluation, without labels and in ``generate()`` the model is as before.
+    In evaluation, without labels and in ``generate()`` the model is as before. Where it trains, ``shift_labels`` in the
+    batch are an UnsupportedError.
 
     Args:
         model: a causal language model of transformers, not sharded yet; PEFT may wrap it.
@@ -137,6 +138,11 @@ def train_without_logits(model: Any, loss: Loss = next_token_loss) -> Any:
     def forward(*args: Any, labels: Tensor | None = None, **options: Any) -> Any:
         if labels is None or not causal.training:
             return original(*args, **options) if labels is None else original(*args, labels=labels, **options)
+        if options.get("shift_labels") is not None:
+            raise UnsupportedError(
+                "train_without_logits() of a batch with shift_labels, as context parallelism makes it,",
+                "the loss shifts labels within a whole row; leave shift_labels out, and give each process whole rows",
+            )
         for_loss = {name: options.pop(name) for name in taken if name in options}
         options.pop(_COUNT, None)
         states = causal.base_model(*args, **{**options, "use_cache": False, "return_dict": True})

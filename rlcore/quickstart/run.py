@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.device import Device
 from rlcore.ops import group_advantage, ppo_clip
 from rlcore.quickstart import task
 from rlcore.quickstart.config import QuickstartConfig
@@ -40,6 +41,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "sglang": {"disable_cuda_graph": True, "max_total_tokens": 1 << 14},
 }
 """By executor, for a small model: nothing is compiled at the start, and each step moves a small KV cache."""
+
+
+def sampler_dtype(executor: str, device: Device) -> str:
+    """Return the trainer's float32, or bfloat16 of SGLang on a GPU, which has no float32 there."""
+    return "bfloat16" if executor == "sglang" and not device.spec.is_host else "float32"
 
 
 class Quickstart:
@@ -80,12 +86,13 @@ class Quickstart:
             self.train.export(self.folder.model)
 
     def build_sampler(self) -> None:
-        """Build the sampler in the trainer's dtype, so that both compute the same log-probs."""
+        """Build the sampler in the trainer's dtype where it has that, so that both compute the same log-probs."""
         self.display.doing("starting the sampler")
         if self.config.executor != "hf":
-            self.display.note(f"starting the sampler, {self.config.executor}: 10 s to a minute")
+            self.display.note(f"starting the sampler, {self.config.executor}: 10 s to two minutes")
         options = SMALL.get(self.config.executor, {}) if self.config.model is None else {}
-        self.infer.build(colocate_with=self.train, launcher=self.config.launcher, dtype="float32", **options)
+        dtype = sampler_dtype(self.config.executor, rlcore.get_device(self.config.device))
+        self.infer.build(colocate_with=self.train, launcher=self.config.launcher, dtype=dtype, **options)
 
     def imitate(self) -> None:
         """Supervised warm-start: imitate the forgetful teacher until sampled answers are nearly half right."""

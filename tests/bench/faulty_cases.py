@@ -71,6 +71,12 @@ def _prepare_in_steps(device: Any) -> Work:
     return Work(contenders=(contender,), params={}, num_runs=1)
 
 
+def _prepare_in_turns(device: Any) -> Work:
+    ways = {"ends": lambda: 4, "hangs": lambda: time.sleep(1000), "comes_later": lambda: 4}
+    contenders = (Contender(implementation=name, run=run, check=lambda output: None) for name, run in ways.items())
+    return Work(contenders=tuple(contenders), params={}, num_runs=3)
+
+
 def _compute() -> int:
     ones = torch.ones(300, 300)
     return int((ones @ ones)[0, 0].item()) // 75  # needs threads of its own
@@ -111,6 +117,7 @@ CASES = {
         _prepared("odd_sizes", lambda device: _work({"T": torch.ones(1)})),
         _prepared("cannot_close", lambda device: _work({}, close=_break)),
         _prepared("in_steps", _prepare_in_steps),
+        _prepared("in_turns", _prepare_in_turns),
         _case("right", lambda: 4),
         _case("compute", _compute),
         _case("wrong", lambda: 5),

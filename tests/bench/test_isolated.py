@@ -130,6 +130,19 @@ def test_case_that_the_end_of_the_runs_time_cuts_is_skipped_and_one_that_hangs_f
     assert hung.status == "fail" and hung.reason.startswith("it hung")
 
 
+def test_case_of_several_runs_that_is_cut_short_has_those_that_it_made(isolated: Isolated) -> None:
+    found = isolated.run_case(CASES["faulty/in_turns"], ONCE, left_s=HANGS_S)
+    assert [(result.implementation, result.status) for result in found] == [
+        ("ends", "pass"),
+        ("hangs", "skipped"),
+        ("comes_later", "skipped"),
+    ]
+    assert len(found[0].samples("time")) == 1 and "cut short: 1 of 3 runs" in found[0].marks
+    assert found[1].reason == "the run ended before it had its turn"
+    (after,) = isolated.run_case(dataclasses.replace(CASES["faulty/hangs"], timeout_s=60.0), ONCE, left_s=0.5)
+    assert after.status == "skipped", "that was the case before"
+
+
 def test_case_that_crashes_when_it_is_asked_where_it_is_was_late_before(isolated: Isolated) -> None:
     (cut,) = isolated.run_case(CASES["faulty/crashes_when_asked"], ONCE, left_s=1.0)
     assert (cut.status, cut.reason) == ("skipped", "the time that the run had (--within) ended 1 s into it")

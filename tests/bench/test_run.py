@@ -63,6 +63,21 @@ def test_interruption_keeps_what_is_done_and_marks_the_rest(tmp_path: Path) -> N
     assert found == [("a", "pass", ""), ("b", *skipped), ("c", *skipped)]
 
 
+def test_interrupted_case_keeps_the_runs_that_it_made_and_is_run_again(tmp_path: Path) -> None:
+    def run(case: Case) -> list[CaseResult]:
+        raise KeyboardInterrupt
+
+    def so_far(case: Case) -> list[CaseResult]:
+        return [msgspec.structs.replace(passed(case.name, 1.0), marks=["cut short: 1 of 3 runs"])]
+
+    with pytest.raises(KeyboardInterrupt):
+        a_run(tmp_path / "out.json", run, so_far=so_far).cases([case("a"), case("b")])
+    record = read(tmp_path / "out.json")
+    assert [(case.name, case.status) for case in record.cases] == [("a", "pass"), ("b", "skipped")]
+    again = BenchRun(record=record, path=tmp_path / "out.json", run=lambda case: [passed(case.name, 2.0)])
+    assert [case.samples("time") for case in again.cases([case("a"), case("b")]).cases] == [[2.0], [2.0]]
+
+
 def test_interruption_in_a_later_round_keeps_the_earlier_ones(tmp_path: Path) -> None:
     answers = iter([[passed("a", 1.0)], [passed("b", 2.0)], KeyboardInterrupt()])
 

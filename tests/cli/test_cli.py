@@ -390,7 +390,8 @@ def test_a_report_never_takes_the_place_of_its_record(
 
 
 @pytest.mark.slow
-def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])  # as a terminal does; as `timeout` does
+def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(end: signal.Signals, tmp_path: Path) -> None:
     file, cache = tmp_path / "out.json", {"RLCORE_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "rlcore", "bench", "run", "dispatch/op", "startup", "-o", str(file), "--quick"]
     options = {"env": os.environ | cache, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -398,7 +399,7 @@ def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(tmp_path: P
         deadline = time.monotonic() + 200
         while not file.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, end)
         _, log = process.communicate(timeout=60)
     # Python ends by the signal, which a shell reports as 130 too, where an interrupt came in code that was given as
     # text: that of a dataclass or a named tuple, in a module that is just imported.

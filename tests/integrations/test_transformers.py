@@ -123,6 +123,8 @@ def test_a_model_that_trains_gives_a_loss_and_no_logits_and_else_is_as_before() 
     assert_same_bits(after.loss, before.loss, "the same operations")
     model.train()
     assert model(**batch).logits is None
+    with pytest.raises(UnsupportedError, match="give each process whole rows"):  # the loss would not be that of the row
+        model(**batch, shift_labels=batch["labels"].roll(-1, 1))
     assert model(input_ids=batch["input_ids"]).logits is not None
     assert model.generate(batch["input_ids"][:1, :3], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
 

@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -676,3 +677,12 @@ def test_it_learns_from_rewards_and_from_nothing_else(
     for run_folder, steps in ((folder / "run", learns), (tmp_path / "run", control)):
         limit = logprob_rounding(run_folder / "model", MOST_TOKENS)
         assert max(line["parity"] for line in steps[1:]) < limit
+
+
+@pytest.mark.parametrize(
+    ("executor", "is_host", "dtype"),
+    [("hf", False, "float32"), ("vllm", False, "float32"), ("sglang", True, "float32"), ("sglang", False, "bfloat16")],
+)
+def test_sampler_has_the_trainers_dtype_where_it_has_that(executor: str, is_host: bool, dtype: str) -> None:
+    device: Any = SimpleNamespace(spec=SimpleNamespace(is_host=is_host))
+    assert run.sampler_dtype(executor, device) == dtype

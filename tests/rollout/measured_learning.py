@@ -32,7 +32,7 @@ from rlcore.atomic import write_file
 from rlcore.bench.measurement.system import new_record
 from rlcore.examples import async_grpo
 from rlcore.quickstart.model import quickstart_model
-from rlcore.quickstart.run import SMALL
+from rlcore.quickstart.run import SMALL, sampler_dtype
 
 BOUNDS, SEEDS = (0, 1, 2, 4, 8), (0, 1, 2, 3, 4)
 Run = dict[str, Any]
@@ -128,7 +128,8 @@ def measure_shared(measured: Measured, given: argparse.Namespace, engines: Engin
         command = [sys.executable, "-m", "tests.rollout.measured_learning", "imitate", folder]
         command += ["--train-on", engines.train_on, "--seeds"]
         imitations = [subprocess.Popen([*command, str(seed)]) for seed in given.seeds]
-        infer.build(devices=engines.sample_on, launcher="process", dtype="float32", **SMALL.get(engines.executor, {}))
+        dtype = sampler_dtype(engines.executor, rlcore.get_device(engines.sample_on))
+        infer.build(devices=engines.sample_on, launcher="process", dtype=dtype, **SMALL.get(engines.executor, {}))
         print(f"{time.monotonic() - began:.0f} s: the sampler is built", flush=True)
         train.build(devices=engines.train_on, launcher="process")
         print(f"{time.monotonic() - began:.0f} s: the trainer is built", flush=True)

@@ -1,10 +1,11 @@
-"""New weights and tokens of the executor ``sglang``, beside SGLang alone on the same device."""
+"""New weights and tokens of the executor ``sglang``, and of SGLang alone on the same device."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -22,16 +23,6 @@ from rlcore.types import SyncReport
 _NUM_RUNS = 5
 _PROMPT, _PROMPTS, _TOKENS = 32, 256, 128
 _PROMPTS_ON_HOST, _TOKENS_ON_HOST = 8, 16
-
-
-class Sides(NamedTuple):
-    """The sides of a case, and where they are; the samplers are on the first device."""
-
-    rlcore: bool = True
-    alone: bool = True
-    """SGLang alone. With both there are four copies of the weights."""
-    source: int = 0
-    """The index of the device with the new weights."""
 
 
 class _Workload:
@@ -97,69 +88,90 @@ def _contenders_alone(alone: SglangAlone, workload: _Workload) -> list[Contender
     ]
 
 
-def _source(sides: Sides, device: Device) -> str:
-    """Return the name of the device with the new weights."""
-    if sides.source >= max(1, device.count()):
-        raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {sides.source + 1} devices")
-    return f"{device.spec.name}:{sides.source}"
-
-
-def _prepare(model: ModelShape, sides: Sides, device: Device) -> Work:
+def _check_installed() -> str:
+    """Return SGLang's version. Raises MissingDependencyError without it."""
     try:
         import sglang
     except ImportError as error:
         raise MissingDependencyError("sglang", needed_for="this case", extra="sglang") from error
-    source = _source(sides, device)
+    version: str = sglang.__version__
+    return version
+
+
+def _name_of(device: Device, source: int) -> str:
+    """Return the name of the device with the new weights. Raises UnsupportedError without it."""
+    if source >= max(1, device.count()):
+        raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {source + 1} devices")
+    return f"{device.spec.name}:{source}"
+
+
+def _options(device: Device) -> dict[str, Any]:
+    """Return the arguments of either sampler."""
     options: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 1 << 16, "context_length": 1024}
     options["load_format"] = "auto" if device.spec.is_host else "dummy"
     if not device.spec.is_host:
         options["attention_backend"] = "triton"  # every installation has it
+    return options
+
+
+def _prepare_rlcore(pair: EnginePair, source: str, closes: ExitStack) -> list[Contender]:
+    steps.begin("build of the sampler")
+    pair.infer.build(devices=pair.device.name, timeout_s=TIMEOUT_S, **_options(pair.device))
+    steps.begin("build of the trainer")
+    pair.train.build(devices=source, dtype="bfloat16", timeout_s=TIMEOUT_S)
+    pair.sync_first()
+    return _Rlcore(pair, _Workload(pair)).contenders("packed" if source == pair.device.name else "collective")
+
+
+def _prepare_alone(pair: EnginePair, source: str, closes: ExitStack) -> list[Contender]:
+    steps.begin("build of SGLang alone")
+    alone = SglangAlone(pair.folder, pair.device.name, source, _options(pair.device))
+    closes.callback(alone.close)
+    return _contenders_alone(alone, _Workload(pair))
+
+
+def _prepare(model: ModelShape, source: int, prepare: Callable[..., list[Contender]], device: Device) -> Work:
+    version, source_name = _check_installed(), _name_of(device, source)
     pair = EnginePair(model, device, "sglang")
-    workload = _Workload(pair)
-    closes: list[Callable[[], None]] = [pair.close]
-    contenders: list[Contender] = []
-
-    def close() -> None:
-        for one in reversed(closes):
-            one()
-
-    try:
-        if sides.rlcore:
-            steps.begin("build of the engine")
-            pair.infer.build(devices=device.name, timeout_s=TIMEOUT_S, **options)
-            pair.train.build(devices=source, dtype="bfloat16", timeout_s=TIMEOUT_S)
-            pair.sync_first()
-            contenders += _Rlcore(pair, workload).contenders("collective" if sides.source else "packed")
-        if sides.alone:
-            steps.begin("build of SGLang alone")
-            alone = SglangAlone(pair.folder, device.name, source, options)
-            closes.append(alone.close)
-            contenders += _contenders_alone(alone, workload)
-    except BaseException:
-        close()
-        raise
-    return Work(
-        tuple(contenders),
-        {"model": pair.name, "bytes": pair.nbytes, "names": pair.num_names, "sglang": sglang.__version__},
-        num_runs=_NUM_RUNS,
-        close=close,
-    )
+    with ExitStack() as closes:
+        closes.callback(pair.close)
+        contenders = prepare(pair, source_name, closes)
+        return Work(
+            tuple(contenders),
+            {"model": pair.name, "bytes": pair.nbytes, "names": pair.num_names, "sglang": version},
+            num_runs=_NUM_RUNS,
+            close=closes.pop_all().close,
+        )
 
 
-def _case(name: str, model: ModelShape, sides: Sides, about: str, estimate_s: float) -> Case:
-    return Case(
-        f"weight_sync/sglang/{name}",
-        f"new weights and tokens of real SGLang, {model.name} shapes (tiny on a host), {about}",
-        functools.partial(_prepare, model, sides),
-        effort="full",
-        estimate_s=estimate_s,
+def _both(name: str, model: ModelShape, about: str = "", source: int = 0) -> tuple[Case, Case]:
+    """Return the case of rlcore and that of SGLang alone: a device has memory for one of them at once, and a run that
+    is cut short has what was first.
+
+    Args:
+        source: the index of the device with the new weights; the samplers are on the first one.
+    """
+    what = f"new weights and tokens of real SGLang, {model.name} shapes (tiny on a host){about}"
+    return (
+        Case(
+            f"weight_sync/sglang/{name}",
+            f"{what}, by rlcore",
+            functools.partial(_prepare, model, source, _prepare_rlcore),
+            effort="full",
+            estimate_s=180.0,
+        ),
+        Case(
+            f"weight_sync/sglang/{name}_alone",
+            f"{what}, by SGLang alone",
+            functools.partial(_prepare, model, source, _prepare_alone),
+            effort="full",
+            estimate_s=90.0,
+        ),
     )
 
 
 cases = (
-    _case("7b", QWEN_7B, Sides(), "beside SGLang alone", 180.0),
-    _case("7b_1_to_1", QWEN_7B, Sides(source=1), "from the next device, beside SGLang alone", 180.0),
-    # Four copies of a 30B are on no device at once.
-    _case("30b_a3b", QWEN_30B_A3B, Sides(alone=False), "by rlcore", 240.0),
-    _case("30b_a3b_alone", QWEN_30B_A3B, Sides(rlcore=False), "by SGLang alone", 180.0),
+    *_both("7b", QWEN_7B),
+    *_both("7b_1_to_1", QWEN_7B, ", from the next device", source=1),
+    *_both("30b_a3b", QWEN_30B_A3B),
 )

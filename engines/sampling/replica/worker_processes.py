@@ -94,11 +94,15 @@ class WorkerProcesses:
             process.kill()
         for process in self._processes:
             process.join(_REAPED_S)
+        if self._count:
+            self._watching.join(_REAPED_S)  # what it names them by is about to go
 
     def _watch(self) -> None:
         processes = self._processes
         ended: list[Any] = []
         while not ended:
+            if self.is_over:  # before any was started
+                return
             found = [process for process in active_children() if process not in processes]
             processes += found  # kept, as Python soon forgets a process that has ended
             patience_s = None if len(processes) >= self._count else _LOOK_AGAIN_S

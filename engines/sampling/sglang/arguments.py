@@ -10,6 +10,7 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import ModelFolder
 from rlcore.engines.sampling.replica.arguments import fields_of, package_folder, refuse_own, refuse_unknown
 from rlcore.engines.sampling.sglang.versions import SAMPLER
+from rlcore.errors import UnsupportedError
 
 _OUTSIDE = "name it in build(), outside the engine arguments"
 _ONE_HOST = "a replica is on one host"
@@ -54,8 +55,10 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
 
     Raises:
         InvalidInputError, MissingDependencyError: as ``check_arguments``.
+        UnsupportedError: float32 on a GPU.
     """
     check_arguments(given)
+    _refuse_float32(given, context)
     device = context.device
     arguments = {
         "model_path": os.fspath(folder.path),
@@ -78,16 +81,19 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
         }
     else:
         arguments |= {"base_gpu_id": device.index, "enable_memory_saver": True}
-        if is_float32(given):
-            arguments["attention_backend"] = "triton"  # FlashAttention, which SGLang would take, has none
     arguments |= given
     arguments["random_seed"] = given.get("random_seed", 0) + context.rank  # else all replicas would draw the same
     return arguments
 
 
-def is_float32(given: Mapping[str, Any]) -> bool:
-    """Tell whether the user asks for a model in float32."""
-    return given.get("dtype") in _FLOAT32
+def _refuse_float32(given: Mapping[str, Any], context: WorkerContext) -> None:
+    """Its first kernel would fail in the scheduler, after minutes, with an error that names no dtype of the user's."""
+    if given.get("dtype") in _FLOAT32 and not context.device.spec.is_host:
+        raise UnsupportedError(
+            f"dtype={given['dtype']!r} of the sglang executor on {context.device_name}",
+            'SGLang\'s kernels for GPUs have bfloat16 and float16 alone; give build(dtype="bfloat16"), or take the '
+            "executor hf or vllm",
+        )
 
 
 def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | None = None) -> None:

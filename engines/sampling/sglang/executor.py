@@ -17,7 +17,7 @@ from rlcore.engines.sampling.replica.arguments import RETURN_EXPERTS
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import versions
-from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments, is_float32
+from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 from rlcore.engines.sampling.sglang.replica import SglangReplica
@@ -65,12 +65,13 @@ class SglangExecutor(ReplicaExecutor):
         Raises:
             CheckpointError: the folder is incomplete or damaged.
             InvalidInputError: an argument that SGLang does not know or refuses, or that only rlcore sets.
-            MissingDependencyError, UnsupportedError: SGLang is absent, or of a version that rlcore does not know.
+            MissingDependencyError, UnsupportedError: SGLang is absent, of a version that rlcore does not know, or has
+                no such dtype on the device.
             WorkerDiedError: a process that SGLang started has ended.
         """
         self._folder = check_model_folder(path)
-        self.engine_version = versions.prepare(self.device, self._num_shards, is_float32=is_float32(engine_args))
         arguments = engine_arguments(engine_args, self._folder, self.context)
+        self.engine_version = versions.prepare(self.device, self._num_shards)
         self._reader = reader = PromptReader(self._folder, None, "context_length")
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process
         os.environ[FOLDER] = folder = _checked(self.context.store)

@@ -42,12 +42,11 @@ _ENVIRONMENT = {
 }
 
 
-def prepare(device: Device, num_devices: int, *, is_float32: bool = False) -> str:
+def prepare(device: Device, num_devices: int) -> str:
     """Set SGLang's environment and import it; return its version.
 
     Args:
         num_devices: how many devices the replica has.
-        is_float32: the model's dtype is.
 
     Raises:
         MissingDependencyError: SGLang is not installed.
@@ -57,8 +56,6 @@ def prepare(device: Device, num_devices: int, *, is_float32: bool = False) -> st
         os.environ.setdefault(name, value)
     if num_devices > 1:  # ranks that sample in different orders of rounding would go on with different tokens
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"
-    if is_float32:  # else Triton's products are in TF32, which has 10 bits of 23
-        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if device.spec.is_host:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if num_devices > 1:  # else SGLang wants a NUMA node for each rank

@@ -14,7 +14,8 @@ from rlcore.conformance.tiny_model import policy
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256}
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu:0"
-ENGINE = {"dtype": "float32", "max_total_tokens": 2048, "timeout_s": 280}
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"  # SGLang has no float32 on a GPU
+ENGINE = {"dtype": DTYPE, "max_total_tokens": 2048, "timeout_s": 280}
 if torch.cuda.is_available():
     ENGINE |= {"attention_backend": "triton"}  # the wheel of FlashAttention is large and may be left out
 
@@ -48,6 +49,6 @@ def build_train() -> Callable[..., rlcore.TrainEngine]:
     def build(folder: Path, **options: Any) -> rlcore.TrainEngine:
         with rlcore.meta_device():
             module = policy(folder)
-        return rlcore.TrainEngine(module).build(**{"devices": DEVICE} | options)
+        return rlcore.TrainEngine(module).build(**{"devices": DEVICE, "dtype": DTYPE} | options)
 
     return build

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +13,9 @@ import torch
 import rlcore
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.sglang import arguments, versions
-from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
-from rlcore.registry import get_device
+from rlcore.engines.sampling.sglang import executor as executors
+from rlcore.engines.sampling.sglang.executor import SglangExecutor
+from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError, UnsupportedError
 
 FOLDER: Any = SimpleNamespace(path="model")
 
@@ -72,25 +71,25 @@ def test_each_replica_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPat
     assert found == [7, 8, 9]
 
 
-@pytest.mark.parametrize(("dtype", "backend"), [("float32", "triton"), ("float", "triton"), ("bfloat16", None)])
-def test_float32_on_a_gpu_gets_attention_that_has_it(
-    dtype: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)
+@pytest.mark.parametrize("dtype", ["float32", "float"])
+def test_float32_on_a_gpu_is_refused_before_sglang_is_imported(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel of RMSNorm would fail in the scheduler, after minutes: "failed to dispatch data type Float"."""
+    monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads SGLang's source
     gpu: Any = SimpleNamespace(
         rank=0,
         devices=("cuda:0",),
+        device_name="cuda:0",
         device=SimpleNamespace(torch_device=torch.device("cuda:0"), index=0, spec=SimpleNamespace(is_host=False)),
     )
-    assert arguments.engine_arguments({"dtype": dtype}, FOLDER, gpu).get("attention_backend") == backend
-    given = {"dtype": dtype, "attention_backend": "flex_attention"}
-    assert arguments.engine_arguments(given, FOLDER, gpu)["attention_backend"] == "flex_attention"
-
-
-@pytest.mark.parametrize("is_float32", [True, False])
-def test_float32_means_float32_in_products_of_triton(is_float32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "check_version", lambda version: None)
-    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.17"))  # type: ignore[arg-type]
-    monkeypatch.setattr(os, "environ", {})
-    versions.prepare(get_device("cpu"), 1, is_float32=is_float32)
-    assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if is_float32 else None)
+    told = (
+        rf"^dtype='{dtype}' of the sglang executor on cuda:0 is not supported: SGLang's kernels for GPUs have bfloat16 "
+        r"and float16 alone; give build\(dtype=\"bfloat16\"\), or take the executor hf or vllm$"
+    )
+    with pytest.raises(UnsupportedError, match=told):
+        arguments.engine_arguments({"dtype": dtype}, FOLDER, gpu)
+    executor: Any = SimpleNamespace(context=gpu, device=gpu.device, _num_shards=1)
+    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
+    monkeypatch.setattr(versions, "prepare", lambda *_: pytest.fail("SGLang was imported"))
+    with pytest.raises(UnsupportedError):
+        SglangExecutor.build(executor, "model", dtype=dtype)
+    assert arguments.engine_arguments({"dtype": "bfloat16"}, FOLDER, gpu)["dtype"] == "bfloat16"

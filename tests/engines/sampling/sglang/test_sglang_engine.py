@@ -22,7 +22,7 @@ from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError, Work
 from tests.accuracy import assert_as_accurate
 from tests.model_rounding import logprob_rounding
 
-from .conftest import DEVICE, SHAPE, WriteModel
+from .conftest import DEVICE, DTYPE, SHAPE, WriteModel
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 TURNS = 20
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma2Config": {"head_dim": 32, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 8},
     "Gemma3TextConfig": {"head_dim": 32, "sliding_window": 8},
     "Qwen3MoeConfig": {
-        "head_dim": 32,
+        "head_dim": 64,  # SGLang's kernel of rotary embeddings has 64, 128, ..., and this model takes no other on a GPU
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
@@ -62,24 +62,24 @@ def commands(engine: rlcore.InferenceEngine) -> dict[int, bytes]:
     return found
 
 
-def assert_as_transformers(engine: rlcore.InferenceEngine, folder: Path, dtype: str = "float32", **params: Any) -> None:
-    """The engine's log-probs are those of transformers, up to what rounding does in ``dtype``."""
+def assert_as_transformers(engine: rlcore.InferenceEngine, folder: Path, **params: Any) -> None:
+    """The engine's log-probs are those of transformers, up to what rounding does in ``DTYPE``."""
     outputs = engine.generate(PROMPTS, FREE | params)
     sequences = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in outputs]
     found = torch.tensor([logprob for output in outputs for logprob in output.outputs[0].logprobs])
-    plain = model_of(folder, dtype)
+    plain = model_of(folder)
     reference = plain_logprobs(plain, sequences, params.get("temperature", 1.0))
-    if dtype == "float32":
+    if DTYPE == "float32":
         assert (found - reference).abs().max() < logprob_rounding(folder, num_tokens=16)
     else:
         exact = plain_logprobs(plain.double(), sequences, params.get("temperature", 1.0))
         assert_as_accurate(found, reference, exact, what="log-probs")
 
 
-def model_of(folder: Path, dtype: str) -> Any:
+def model_of(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPE), experts_implementation="eager")
     return model.to(DEVICE)
 
 
@@ -95,21 +95,20 @@ def plain_logprobs(model: Any, sequences: list[tuple[list[int], list[int]]], tem
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("config", MODELS)
 def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
-    config: str, dtype: str, write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
+    config: str, write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
 ) -> None:
     first, second = (write_model(config, seed=seed, **MODELS[config]) for seed in (0, 1))
-    with build_sglang(first, dtype=dtype) as infer, build_train(second, dtype=dtype) as train:
+    with build_sglang(first) as infer, build_train(second) as train:
         for temperature in (0.7, 1.0, 1.3):
-            assert_as_transformers(infer, first, dtype, temperature=temperature)
+            assert_as_transformers(infer, first, temperature=temperature)
         report = train.sync_weights(infer, verify=True)
-        by_loader = getattr(torch, dtype).itemsize * SHAPE["hidden_size"] * LOADED_NORMS.get(config, 0)
+        by_loader = getattr(torch, DTYPE).itemsize * SHAPE["hidden_size"] * LOADED_NORMS.get(config, 0)
         assert report.fallback_bytes == by_loader, "the rest is by plan"
-        assert_as_transformers(infer, second, dtype)
+        assert_as_transformers(infer, second)
         lose_nothing(infer)
-        assert_as_transformers(infer, second, dtype)
+        assert_as_transformers(infer, second)
 
 
 def lose_nothing(engine: rlcore.InferenceEngine) -> None:
@@ -140,7 +139,7 @@ def test_large_tensors_and_captured_graphs_lose_nothing(
     """The layers of a 7B, whose tensors leave in many blocks of host memory each."""
     shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
     folder = write_model(**shape, vocab_size=152064, num_hidden_layers=4)
-    with build_sglang(folder, dtype="bfloat16", max_total_tokens=1 << 20) as infer:
+    with build_sglang(folder, max_total_tokens=1 << 20) as infer:
         lose_nothing(infer)
         free = torch.cuda.mem_get_info()[0]
         moved = sum(one.freed_device_bytes for reports in infer.offload().values() for one in reports)
@@ -148,12 +147,13 @@ def test_large_tensors_and_captured_graphs_lose_nothing(
         assert torch.cuda.mem_get_info()[0] - free > moved - (1 << 28), "the driver has it again"
 
 
+@pytest.mark.skipif(DTYPE != "float32", reason="in bfloat16 right routers differ where experts are nearly equal")
 def test_completions_have_the_experts_that_transformers_chooses(
     write_model: WriteModel, build_sglang: Callable[..., Any]
 ) -> None:
     """Of a second request with the same beginning too, whose first tokens are in the prefix cache."""
     folder = write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"])
-    model = model_of(folder, "float32")
+    model = model_of(folder)
     with build_sglang(folder, enable_return_routed_experts=True) as infer:
         for outputs in (infer.generate(PROMPTS, FREE | {"n": 2}), infer.generate(PROMPTS, FREE | {"max_tokens": 3})):
             for output in outputs:

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -30,8 +32,8 @@ class Process:
     def exitcode(self) -> int | None:
         return self._popen.poll()
 
-    def join(self) -> None:
-        self._popen.wait(60)
+    def join(self, timeout_s: float = 60.0) -> None:
+        self._popen.wait(timeout_s)
 
     def close(self) -> None:
         self.kill()
@@ -110,6 +112,31 @@ def test_what_they_shared_is_gone_before_anybody_is_told(start_all: StartAll) ->
     watched._watching.join(60)
     assert seen == [(False, [-signal.SIGKILL] * 2)]
     assert watched.is_lost
+
+
+def test_what_names_them_is_there_until_all_have_been_looked_at(start_all: StartAll) -> None:
+    """A scheduler that fails during build() ends at the same time as the executor is closed."""
+    begun, told = threading.Event(), threading.Event()
+    watched, (process, _) = start_all("VllmWorker-0", "VllmWorker-1")
+    name = watched._name
+
+    def slow_name(ended: Any) -> str:
+        begun.set()
+        time.sleep(0.2)
+        told.set()
+        return name(ended)
+
+    watched._name = slow_name
+    process.kill()
+    assert begun.wait(60)
+    watched.end()
+    assert told.is_set()
+
+
+def test_none_is_waited_for_when_none_has_started(start_all: StartAll) -> None:
+    watched, _ = start_all()
+    watched.end()
+    assert not watched._watching.is_alive()
 
 
 def test_an_error_that_comes_before_the_news_of_the_end_waits_for_it(start_all: StartAll) -> None:
