@@ -46,7 +46,8 @@ class RolloutStats:
     lent: float
     """The share of the time in which the trainer's devices were lent and generated."""
     hidden: float
-    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins."""
+    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins. Unlike the
+    other shares it is of the timeline's latest 10,000 spans alone."""
     engine_failures: int
     """How often an engine was taken out."""
     requests_moved: int
