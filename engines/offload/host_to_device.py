@@ -19,7 +19,7 @@ _ROUNDED_TO = 512
 _LARGEST_SMALL = 1 << 20
 """Torch takes allocations up to these bytes from segments of their own, of 2 MiB, never from a larger segment."""
 _MOST_SEGMENTS = 7
-"""Of a set. A round of weight sync from four devices may open 32 handles (``bench/targets.toml``): these, and one for
+"""A round of weight sync from four devices may open 32 handles (``bench/targets.toml``): these of a set, and one for
 the small storages of each."""
 _SMALLEST_SEGMENT = 1 << 30
 _LITTLE = 1 / 64
