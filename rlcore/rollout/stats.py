@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from rlcore.rollout.timeline import Timeline
 
 _MEASURED = {
-    *("staleness", "sampler_idle", "trainer_idle", "sync", "lent", "hidden", "engine_failures", "requests_moved")
+    "staleness",
+    "sampler_idle",
+    "trainer_idle",
+    "sync",
+    "lent",
+    "hidden",
+    "engine_failures",
+    "requests_moved",
 }
 
 
@@ -46,7 +53,8 @@ class RolloutStats:
     lent: float
     """The share of the time in which the trainer's devices were lent and generated."""
     hidden: float
-    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins."""
+    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins. It is of the
+    spans that the timeline keeps, and of those that are open."""
     engine_failures: int
     """How often an engine was taken out."""
     requests_moved: int
