@@ -130,6 +130,9 @@ CHANGES_VALUES_ALONE = frozenset(
 )
 """Operators that change or check values in place, without memory of their own; those of fused optimizers have no form
 for the meta device. Operators of ATen have no public names. Since torch 2.10."""
+ADDS_PRODUCT = _aten.addmm.dtype_out
+"""The operator of ``torch.addmm(out_dtype=, out=)``, which has no memory of its own. On the meta device torch 2.11 runs
+the code of another overload for it, which fails. Since torch 2.10."""
 HOST_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
 MASKED_ATTENTION = _aten._scaled_dot_product_efficient_attention

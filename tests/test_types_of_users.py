@@ -1,7 +1,4 @@
-"""A user's program against the installed wheel: pyright sees rlcore's types (``py.typed``), and its mistake.
-
-mypy reads the same types; ``make check`` runs it over the package itself.
-"""
+"""A user's program against the installed wheel: mypy and pyright see rlcore's types (``py.typed``), and its mistake."""
 
 from __future__ import annotations
 
@@ -64,11 +61,24 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
+def test_mypy_sees_the_types_and_the_mistake(environment: Path, program: Path) -> None:
+    mypy = [sys.executable, "-m", "mypy", "--strict", f"--python-executable={environment}/bin/python", program.name]
+    told = subprocess.run(mypy, cwd=program.parent, capture_output=True, text=True, check=False).stdout
+    revealed = re.findall(r'Revealed type is "(.*)"', told)
+    assert [_short(text) for text in revealed] == TYPES, told
+    assert re.findall(r"^program\.py:(\d+): error", told, re.MULTILINE) == [str(WRONG)]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright is not installed: make test-slow")
 def test_pyright_sees_the_types_and_the_mistake(environment: Path, program: Path) -> None:
     pyright = [sys.executable, "-m", "pyright", "--outputjson", f"--pythonpath={environment}/bin/python", program.name]
     done = subprocess.run(pyright, cwd=program.parent, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout)["generalDiagnostics"]
     revealed = [re.findall(r'is "(.*)"', one["message"])[0] for one in told if one["severity"] == "information"]
-    assert [re.sub(r"\b(?:\w+\.)+(?=\w)", "", text) for text in revealed] == TYPES
+    assert [_short(text) for text in revealed] == TYPES
     assert [one["range"]["start"]["line"] + 1 for one in told if one["severity"] == "error"] == [WRONG]
+
+
+def _short(text: str) -> str:
+    """Return the name of a type without those of its modules."""
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)

@@ -80,7 +80,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         schema = msgspec.json.decode(text, type=_Schema).schema
         if schema not in (SCHEMA, WITHOUT_DIGESTS):
             raise CheckpointError(
-                f"{path} has the format {schema!r:.50}; this rlcore reads {SCHEMA!r} and {WITHOUT_DIGESTS!r}"
+                f"{path} has the format {schema!r:.50}; this rlcore reads {SCHEMA!r} and {WITHOUT_DIGESTS!r}; "
+                "use another checkpoint, or the rlcore that wrote this one"
             )
         manifest = msgspec.json.decode(text, type=CheckpointManifest)
         _check(manifest, path)

@@ -76,8 +76,9 @@ class Sharding:
     """Compute RMSNorm by the device's operator, where a plugin offers one with the module's results. Compiled blocks
     keep their own, which the compiler fuses with its neighbours."""
     deterministic: bool = False
-    """Take torch's deterministic algorithms: the same batch and weights give the same bits each time. An operator that
-    has none raises RuntimeError. Slower."""
+    """Take torch's deterministic algorithms in ``train_batch``, ``eval_batch`` and ``forward_logprobs``, and not in
+    methods of your own: the same batch and weights give the same bits each time. An operator that has none ends the
+    call with a WorkerError that names torch's RuntimeError."""
 
     def __post_init__(self) -> None:
         compute_dtype = self.dtype if self.compute_dtype is None else self.compute_dtype

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rlcore._torch_private import COPY_TO, TorchDispatchMode, storage_key, tree_leaves
-from rlcore.engines._torch_private import CHANGES_VALUES_ALONE, READ_SCALAR
+from rlcore.engines._torch_private import ADDS_PRODUCT, CHANGES_VALUES_ALONE, READ_SCALAR
 from rlcore.engines.memory_plan.allocator import Allocator
 from rlcore.errors import UnsupportedError
 
@@ -56,16 +56,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return read.ones(args[0])
         if func in CHANGES_VALUES_ALONE and any(map(_is_meta, tree_leaves(args))):
             return None
-        try:
-            result = func(*args, **kwargs)
-        except NotImplementedError as error:
-            raise UnsupportedError(f"a plan of a step with {func}", f"it needs values: {error}") from error
+        result = self._run(func, args, kwargs)
         for leaf in tree_leaves(result):
             if _is_meta(leaf):
                 self.add(leaf, self.name_of(leaf))
         self._take_inside(func, args, kwargs)
         self._count_flops(func, args, kwargs, result)
         return result
+
+    @staticmethod
+    def _run(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is ADDS_PRODUCT and _is_meta(kwargs["out"]):
+            return kwargs["out"]
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise UnsupportedError(f"a plan of a step with {func}", f"it needs values: {error}") from error
 
     def _take_inside(self, func: Any, args: Any, kwargs: Any) -> None:
         found = self._inside.get(func.name())

@@ -1,10 +1,10 @@
 """Runs the programs of this folder with several seeds, and makes tables of what they do to the score.
 
     python -m rlcore.examples.algorithms.scores run --seeds 5 --at-once 16 -o scores.json
-    python -m rlcore.examples.algorithms.scores table programs scores.json --into docs/migrating.md
+    python -m rlcore.examples.algorithms.scores table engines scores.json --into docs/deepspeed.md
 
-Each run is a process with one thread, to which ``run`` hands further flags, such as --rate. A table is of programs,
-with one trainer and sampler, or of engines, with one program.
+Each run is a process with one thread, to which ``run`` hands further flags, such as --rate=1e-3. A table is of
+programs, with one trainer and sampler, or of engines, with one program.
 """
 
 from __future__ import annotations
@@ -104,10 +104,11 @@ def programs_table(records: Sequence[dict[str, Any]]) -> str:
 
 def engines_table(records: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of one program with a row for each device, trainer and sampler."""
-    expect_one(records, "program")
-    steps = " | ".join(f"step {step}" for step in SHOWN_STEPS)
-    head = f"| device | trainer | sampler | seeds | {steps} | score before | after | off the first |"
-    lines = [head, "|" + " --- |" * (len(SHOWN_STEPS) + 7)]
+    expect_one(records, "program", "steps")
+    shown = [step for step in SHOWN_STEPS if step <= records[0]["runs"][0]["steps"]]
+    names = " | ".join(f"step {step}" for step in shown)
+    head = f"| device | trainer | sampler | seeds | {names} | score before | after | off the first |"
+    lines = [head, "|" + " --- |" * (len(shown) + 7)]
     first: dict[tuple[str, str], list[float]] = {}
     for (device, sampler, trainer), runs in grouped(
         records, lambda record, run: (record["device"]["type"], run["sampler"], run["trainer"])
@@ -115,9 +116,9 @@ def engines_table(records: Sequence[dict[str, Any]]) -> str:
         curve = [statistics.mean(rewards) for rewards in zip(*(run["rewards"] for run in runs), strict=True)]
         others = first.setdefault((device, sampler), curve)
         distance = max(abs(one - other) for one, other in zip(curve, others, strict=True))
-        shown = " | ".join(f"{curve[step - 1]:.3f}" for step in SHOWN_STEPS if step <= len(curve))
+        cells = " | ".join(f"{curve[step - 1]:.3f}" for step in shown)
         scores = " | ".join(_mean([run[name] for run in runs]) for name in ("before", "after"))
-        lines.append(f"| {device} | `{trainer}` | `{sampler}` | {len(runs)} | {shown} | {scores} | {distance:.3f} |")
+        lines.append(f"| {device} | `{trainer}` | `{sampler}` | {len(runs)} | {cells} | {scores} | {distance:.3f} |")
     return "\n".join([*lines, "", *footers(records)])
 
 
@@ -135,9 +136,10 @@ def grouped(records: Iterable[dict[str, Any]], key: Callable[[Any, Any], Any]) -
 def expect_one(records: Sequence[dict[str, Any]], *names: str) -> None:
     """Raise InvalidInputError unless all runs have the same of each of these."""
     for name in names:
-        found = sorted({run[name] for record in records for run in record["runs"]})
+        found = sorted({str(run[name]) for record in records for run in record["runs"]})
         if len(found) != 1:
-            raise InvalidInputError(f"this table is of runs with one {name}, and the records have {', '.join(found)}")
+            have = ", ".join(found)
+            raise InvalidInputError(f"this table is of runs with the same {name}, and the records have {have}")
 
 
 def footers(records: Sequence[dict[str, Any]]) -> list[str]:

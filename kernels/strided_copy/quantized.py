@@ -157,6 +157,7 @@ def quantized_whole(values_MRC: Tensor) -> tuple[Tensor, Tensor]:
     largest_M = values_MRC.abs().amax((1, 2)).float()
     scale_M = largest_M / torch.full_like(largest_M, FP8_MAX)  # by a number, torch multiplies by its reciprocal on GPUs
     scaled = values_MRC.float() * (1.0 / scale_M)[:, None, None]
+    scaled.nan_to_num_(nan=FP8_MAX)  # 0 / 0 of a matrix of zeros, as vLLM's kernel has it: times its scale it is 0
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_M
 
 

@@ -75,6 +75,8 @@ def _store_quantized(
         row = first_row + part * GROUP + tl.arange(0, GROUP)
         if first_row + part * GROUP < rows:
             values = _tile(table, first_group + part, row, column, rows, columns, SOURCE, ROUNDED, ALIGNMENT) * inverse
+            # 0 / 0 of a matrix of zeros becomes what vLLM's kernel makes of it
+            values = tl.where(values == values, values, _FP8_MAX)  # noqa: PLR0124  # False for NaN
             values = tl.minimum(tl.maximum(values, -_FP8_MAX), _FP8_MAX)
             inside = (row < rows)[:, None] & (column < columns)[None, :]
             at = row.to(tl.int64)[:, None] * columns + column[None, :]

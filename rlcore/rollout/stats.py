@@ -53,8 +53,8 @@ class RolloutStats:
     lent: float
     """The share of the time in which the trainer's devices were lent and generated."""
     hidden: float
-    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins. It is of the
-    spans that the timeline keeps, and of those that are open."""
+    """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins. Unlike the
+    other shares it is of the timeline's latest 10,000 spans alone, and of those that have not ended."""
     engine_failures: int
     """How often an engine was taken out."""
     requests_moved: int

@@ -144,7 +144,8 @@ COMMANDS = [
     ),
     (
         "quickstart --resume --output run",
-        "run/checkpoint/manifest.json has the format ''; this rlcore reads 'rlcore.checkpoint",
+        "run/checkpoint/manifest.json has the format ''; this rlcore reads 'rlcore.checkpoint/4' and "
+        "'rlcore.checkpoint/3'; use another checkpoint, or the rlcore that wrote this one",
     ),
     ("quickstart --resume --output damaged", "damaged/run.json cannot be read: JSON is malformed: invalid character"),
     ("trace nowhere.py", "the program to trace must be a Python file or a command, got 'nowhere.py', which is neither"),

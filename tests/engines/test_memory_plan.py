@@ -13,6 +13,7 @@ from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan import stand_ins as of_plan
 from rlcore.engines.memory_plan.allocator import CachingAllocator, PlainAllocator, PlannedMemoryError
+from rlcore.engines.memory_plan.ledger import Ledger
 from rlcore.engines.memory_plan.stand_ins import stand_ins
 from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of, workspaces
 from rlcore.errors import UnsupportedError
@@ -138,6 +139,27 @@ def test_parts_add_up_and_gradients_of_an_earlier_micro_batch_count() -> None:
     assert 0 <= after.allocated - sum(after.parts.values()) < 0.05 * after.allocated  # what rounding adds
     assert alone.flops > 6 * 64 * (weights // 4 - 1024 * 128)
     assert trainer.held() == held
+
+
+def test_a_product_that_is_added_is_counted_where_torch_cannot_run_it_on_meta() -> None:
+    """In torch 2.11 the meta device runs the code of ``addmm`` without ``out_dtype``, which takes it for ``beta``."""
+
+    def of_torch_2_11(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch._decomp.decomposition_table[torch.ops.aten.addmm.out](*args, out=out)
+        return found
+
+    total, a, b = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in (((4, 5), torch.float32), ((4, 8), torch.bfloat16), ((8, 5), torch.bfloat16))
+    )
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("addmm.dtype_out", of_torch_2_11, "Meta", allow_override=True)
+        with pytest.raises(TypeError, match=r"'torch.dtype' and"):
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        with Ledger(PlainAllocator(None), {}, {}) as ledger:
+            assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
+    assert ledger.flops == 2 * 4 * 8 * 5
+    assert set(ledger.held().values()) == {total.nbytes}, "the product is added in place"
 
 
 def test_a_step_that_needs_values_is_refused() -> None:

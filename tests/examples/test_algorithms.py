@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,9 +101,15 @@ def test_the_tokens_of_high_entropy_are_those_of_the_batch() -> None:
 
 
 @pytest.fixture(scope="module")
-def imitated() -> Iterator[None]:
+def states() -> list[dict[str, torch.Tensor]]:
+    """The weights that imitate the teacher, once there are any."""
+    return []
+
+
+@pytest.fixture
+def imitated(states: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
     """All programs begin with the same weights, for which the first of them imitates the teacher."""
-    imitate, states = loop.Run.imitate, list[dict[str, torch.Tensor]]()
+    imitate = loop.Run.imitate
 
     def imitate_once(run: loop.Run, num_steps: int) -> None:
         imitate(run, 0 if states else num_steps)
@@ -114,9 +119,7 @@ def imitated() -> Iterator[None]:
         else:
             states.append(run.train.state_dict())
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "imitate", imitate_once)
-        yield
+    monkeypatch.setattr(loop.Run, "imitate", imitate_once)
 
 
 @pytest.mark.slow
@@ -141,7 +144,8 @@ def test_it_improves_the_score_of_problems_that_it_has_not_seen(name: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_takes_steps_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_takes_steps_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path))
     monkeypatch.setenv("RLCORE_DEVICE", "cuda")
     sizes = ["--steps=2", "--problems=4", "--samples=4", "--held-out=8", "--imitation=50"]
     assert len(loop.main(ALGORITHMS[name](), sizes).rewards) == 2

@@ -123,6 +123,23 @@ def test_a_second_run_takes_new_values(
     assert_within_rounding(matrices.scale.max().cpu(), float(values.abs().max()) / 2 / 448, terms=2)
 
 
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")  # of the interpreter
+@ON_EACH
+@pytest.mark.parametrize("is_blockwise", [True, False], ids=["blocks", "whole"])
+def test_a_matrix_of_zeros_stays_one(is_blockwise: bool, implementation: str, device: Any) -> None:
+    name = "experts, gate and up apart"
+    segments, sources, _ = case(name, torch.bfloat16, device)
+    for source in sources[2:4]:  # both parts of the second expert
+        source.zero_()
+    matrices = empty(name, is_blockwise, device)
+    QuantizedCopies(segments, sources, matrices, implementation=implementation).run()
+    weights, scales = matrices.weight.float(), matrices.scale.view(3, -1)
+    assert (weights[1] * scales[1].max() == 0).all()
+    assert (weights[0] * scales[0].max()).any() and (weights[2] * scales[2].max()).any()
+    if not is_blockwise:
+        assert (weights[1] == 448).all(), "the bits of vLLM's kernel, which divides by 0 as well"
+
+
 def test_rows_are_in_groups_of_one_source() -> None:
     assert group_rows([RowSegment(0, 256, 0, 0, 1)], 256) == 128
     assert group_rows([RowSegment(0, 64, 0, 0, 1), RowSegment(64, 128, 1, 0, 1)], 192) == 64

@@ -22,8 +22,10 @@ import torch
 
 import rlcore
 from rlcore.bench.cases.models import drawn, packed_batch
+from rlcore.engines.executors.micro_batch import micro_batches
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan.trainer import PlannedTrainer, batch_of, score_options, step_options
+from rlcore.engines.rank_batch import rank_batches
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 from rlcore.planned import PlannedDevice
@@ -130,6 +132,13 @@ _AT_ONCE = 8
 """Processes that import and plan side by side."""
 
 
+def fullest(lengths: list[int], most: int) -> int:
+    """Return the tokens of the largest micro-batch of a step: the engine makes them even."""
+    (whole,) = rank_batches(batch_of(lengths), 1, most)
+    parts = micro_batches(whole, torch.ones(sum(lengths), dtype=torch.bool), most, torch.device("cpu"))
+    return max(int(part.cu_rows[-1]) + len(part.cu_rows) - 1 for part in parts)  # the last token of each has no row
+
+
 def planned(model: str, setup: str) -> dict[str, Any]:
     """Return the peaks of the two steps and of scoring, by plans of the engine's own steps and by ``rlcore.plan``."""
     (config, lora), options = MODELS[model], SETUPS[setup]
@@ -145,7 +154,7 @@ def planned(model: str, setup: str) -> dict[str, Any]:
         module_of(config, lora),
         device="h200",
         longest=max(lengths),
-        max_tokens=most,
+        max_tokens=fullest(lengths, most),  # which is planned full
         recompute=recompute,
         sampler=False,
         options=build,

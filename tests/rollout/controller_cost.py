@@ -1,6 +1,6 @@
 """What the controller costs: processor time of a step with an engine that answers at once.
 
-    python -m tests.rollout.controller_cost     prints the table of docs/rollout.md
+    python -m tests.rollout.controller_cost     prints numbers for docs/rollout.md
 
 A step: 32 groups of 8 samples are asked for, made into trajectories, given and collated, and an update of the weights
 is noted. The engine has made its answers before.

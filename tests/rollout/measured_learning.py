@@ -89,11 +89,15 @@ def measure_on_cores(given: argparse.Namespace) -> list[Run]:
     options += [f"--as-long-as={given.as_long_as}"] if given.as_long_as else []
 
     def run(seed: int) -> list[Run]:
-        slot, file = slots.get(), given.file.with_name(f"{given.file.stem}-seed-{seed}.json")
-        words = [*command, json.dumps(slot), *shared, str(file), *_words("--seeds", [seed]), *options]
-        subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_DEVICE": "cpu"}, check=False)
-        slots.put(slot)
-        runs: list[Run] = json.loads(file.read_bytes())["runs"] if file.exists() else []
+        slot = slots.get()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "runs.json")
+                words = [*command, json.dumps(slot), *shared, str(file), *_words("--seeds", [seed]), *options]
+                subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1", "RLCORE_DEVICE": "cpu"}, check=True)
+                runs: list[Run] = json.loads(file.read_bytes())["runs"]
+        finally:
+            slots.put(slot)
         return [one | {"cores": len(slot)} for one in runs]
 
     with ThreadPoolExecutor(len(given.seeds)) as pool:

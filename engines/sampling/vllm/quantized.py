@@ -56,7 +56,9 @@ def _matrices(layer: Any, name: str, dtype: torch.dtype, *, is_blockwise: bool) 
         lies_by_rows = weight.is_contiguous()
     else:
         count, rows, columns = 1, layer.output_size_per_partition, layer.input_size_per_partition
-        lies_by_rows = weight.is_contiguous() if tuple(weight.shape) == (rows, columns) else weight.t().is_contiguous()
+        lies_by_rows = any(  # a square one may be turned, too
+            tuple(one.shape) == (rows, columns) and one.is_contiguous() for one in (weight, weight.t())
+        )
     if not lies_by_rows or not scale.is_contiguous():
         return None
     try:

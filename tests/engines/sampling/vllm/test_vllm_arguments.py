@@ -73,7 +73,8 @@ def test_scales_of_float8_stay_as_computed_on_hopper_alone(
 ) -> None:
     """Rounded to powers of two, they would be left to vLLM's loader at each sync; later devices need them so."""
     name = "VLLM_USE_DEEP_GEMM_E8M0"
-    monkeypatch.setattr(os, "environ", dict(os.environ) | ({} if given is None else {name: given}))
+    others = {variable: value for variable, value in os.environ.items() if variable != name}
+    monkeypatch.setattr(os, "environ", others | ({} if given is None else {name: given}))
     monkeypatch.setitem(sys.modules, "vllm", None)  # so that it is not imported
     with pytest.raises(MissingDependencyError):
         versions.prepare(arch=arch)

@@ -17,7 +17,7 @@ from .conftest import DEVICE
 pytestmark = pytest.mark.vllm
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 PARAMS = {"n": 2, "max_tokens": 8, "ignore_eos": True, "seed": 1}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ def parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def linear(quantisation: str, weight: Tensor, **scales: Tensor) -> nn.Module:
+def linear(quantisation: str, weight: Tensor, sizes: tuple[int, int] = (256, 128), **scales: Tensor) -> nn.Module:
     layer: Any = nn.Module()
     layer.quant_method = method(quantisation)
-    layer.output_size_per_partition, layer.input_size_per_partition = 256, 128
+    layer.output_size_per_partition, layer.input_size_per_partition = sizes
     layer.weight_block_size = [128, 128] if "Block" in quantisation else None
     layer.weight = parameter(weight)
     for name, scale in scales.items():
@@ -52,6 +52,12 @@ def test_a_linear_layer_in_blocks_and_one_that_a_kernel_wants_turned() -> None:
     whole = found(turned)["proj.weight"]
     assert (whole.count, whole.rows, whole.columns, whole.is_blockwise) == (1, 256, 128, False)
     assert whole.dtype == torch.bfloat16
+
+
+def test_a_square_matrix_that_a_kernel_wants_turned() -> None:
+    weight = float8(256, 256)
+    layer = linear("Fp8PerTensorOnlineLinearMethod", weight.t(), (256, 256), weight_scale=torch.ones(1))
+    assert found(layer)["proj.weight"].weight.data_ptr() == weight.data_ptr()
 
 
 def test_experts_have_a_scale_each() -> None:
