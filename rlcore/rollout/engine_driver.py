@@ -72,7 +72,7 @@ class EngineDriver:
         """The most that all three may cost, counted as they come and go: summing at each request would take time
         that grows with their square."""
         self._holders: set[object] = set()
-        """Those for whom the engine stands still."""
+        """The ``paused`` blocks for which the engine stands still."""
         self._stands_still = False
         self._is_ended = False
         self._call_began: float | None = None

@@ -21,7 +21,7 @@ _OF_TRAINER = {
     "evaluate": ("the train engine", "an evaluation"),
     "sync": ("the inference engine", "the weight sync"),
 }
-"""What a RolloutController's trainer does -> the engine that is idle meanwhile, and why it is."""
+"""Action of a RolloutController's trainer -> the engine that is idle meanwhile, and why it is."""
 _OF_WORKER, _OF_LANE, _OF_PROGRAM, _NOTHING = range(4)
 
 
