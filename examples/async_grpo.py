@@ -1,10 +1,7 @@
 """Asynchronous GRPO on the quickstart's task: the sampler makes the next answers while the trainer trains.
 
-usage: async_grpo.py [MAX_STALENESS [STEPS [SEED]]] [--train-on cpu:0] [--sample-on cpu:1]
-                     [--executor hf] [--timeline FILE] [--record FILE]
-
-Trainer and sampler have a process each, and a device each or one together. First the model imitates a teacher that
-forgets carries, as in ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous.
+Trainer and sampler have a device and a process each, or share both. First the model imitates a teacher that forgets
+carries, as in ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous.
 ``--timeline`` writes who did what when, ``--record`` what came of it, both as JSON; ``rlcore trace
 examples/async_grpo.py 2`` shows the timeline as a page.
 """
@@ -80,7 +77,7 @@ def reinforce(
     seconds: float = math.inf,
     timeline: Path | None = None,
 ) -> dict[str, Any]:
-    """The asynchronous part, so many steps or seconds; returns what came of it."""
+    """Take so many steps, or steps for so many seconds; return what came of it."""
     max_tokens = task.max_answer_tokens(tokenizer_of(infer.path))
     sample = SingleTurn(verify, {"n": SAMPLES, "max_tokens": max_tokens, "temperature": TEMPERATURE})
     answer = SingleTurn(verify, {"temperature": 0, "max_tokens": max_tokens})
@@ -139,7 +136,7 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, number in ("max_staleness", 1), ("steps", 40), ("seed", 0):
         parser.add_argument(name, type=int, nargs="?", default=number)
     for name, word in ("--train-on", "cpu:0"), ("--sample-on", "cpu:1"), ("--executor", "hf"):

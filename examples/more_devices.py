@@ -1,4 +1,6 @@
-"""One program for one device, for all of a host, and for several hosts: numbers change. Reward: sevens.
+"""One program for one device, for all of a host, and for several hosts: only its arguments differ.
+
+The reward is the share of sevens in an answer.
 
 python more_devices.py                                         one device
 python more_devices.py --devices 8                             eight of this host

@@ -1,8 +1,8 @@
 """A reward model is one more TrainEngine: it learns from pairs which answer is better, and then rewards a policy.
 
 A teacher prefers the answer with more sevens. The reward model sees only which of two answers he preferred; the policy
-sees only the reward model. Scores are computed for a whole batch, where the reward model's weights are. While one of
-the two models computes, the other is in host memory.
+sees only the reward model. Scores are computed for a whole batch, where the reward model's weights are. While the
+policy learns, one of the two models is in host memory.
 
 Letters: N sequences, L longest sequence, T tokens of all sequences, H hidden size.
 """

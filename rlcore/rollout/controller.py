@@ -141,7 +141,7 @@ class RolloutController:
             episode_timeout_s=episode_timeout_s,
             on_end=self._note_end,
         )
-        self._waiting = Waiting(self._changed, self._fleet, lent)
+        self._waiting = Waiting(self._changed, self._fleet, lent, self._bound)
         self._direct = DirectEpisodes(self._changed, self._episodes, self._runner, self._waiting)
 
     # ------------------------------------------------------------------------------------- asynchronous
@@ -184,7 +184,7 @@ class RolloutController:
         with self._trainer_does("wait"):
             while True:
                 left_s = None if deadline is None else deadline - time.monotonic()
-                if not self._waiting.until(is_ready, left_s, version=self.version):
+                if not self._waiting.until(is_ready, left_s):
                     raise RolloutTimeoutError(
                         f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
                         f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"

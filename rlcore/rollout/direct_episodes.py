@@ -19,7 +19,7 @@ from rlcore.rollout.workflow import Workflow
 
 
 class DirectEpisodes:
-    """Runs them, and knows which are under way.
+    """Runs direct episodes, and knows which are under way.
 
     Args:
         lock: of what the controller's threads share.
@@ -53,20 +53,10 @@ class DirectEpisodes:
             numbers = [self._queue.begin_direct() for _ in items]
             futures: list[Future[Episode | None]] = [Future() for _ in items]
             self._under_way |= zip(numbers, futures, strict=True)
-            version = self._queue.bound.version
-
-        def is_ready() -> bool:
-            if all(future.done() for future in futures):
-                return True
-            check()
-            return False
-
         try:
             for number, data in zip(numbers, items, strict=True):
                 self._runner.start(number, data, workflow, accept)
-            if not self._waiting.until(is_ready, timeout_s, version=version):
-                num_ended = sum(future.done() for future in futures)
-                raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
+            self._await(futures, timeout_s, check)
         except BaseException:  # Ctrl-C too
             self._runner.cancel(numbers)
             raise
@@ -80,6 +70,19 @@ class DirectEpisodes:
                 f"none of {len(items)} episodes ended well: {self._queue.last_failure_in_words()}"
             ) from self._queue.last_failure
         return episodes
+
+    def _await(
+        self, futures: Sequence[Future[Episode | None]], timeout_s: float | None, check: Callable[[], None]
+    ) -> None:
+        def is_ready() -> bool:
+            if all(future.done() for future in futures):
+                return True
+            check()
+            return False
+
+        if not self._waiting.until(is_ready, timeout_s):
+            num_ended = sum(future.done() for future in futures)
+            raise RolloutTimeoutError(f"{num_ended} of {len(futures)} episodes ended within {timeout_s:g} s")
 
     def has(self, number: int) -> bool:
         """Return True if it is one of them. It is called with the lock held."""

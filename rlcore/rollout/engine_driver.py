@@ -71,7 +71,8 @@ class EngineDriver:
         self.tokens_under_way = 0
         """The most that all three may cost, counted as they come and go: summing at each request would take time
         that grows with their square."""
-        self._num_pauses = 0
+        self._holders: set[object] = set()
+        """The ``paused`` blocks for which the engine stands still."""
         self._stands_still = False
         self._is_ended = False
         self._call_began: float | None = None
@@ -109,10 +110,14 @@ class EngineDriver:
         began = self._call_began
         return 0.0 if began is None or _is_inline(self.engine) else time.monotonic() - began
 
-    def ask_to_pause(self) -> None:
-        """Let the driver's thread pause the engine: a caller would wait for one that has stopped, and is out."""
+    def ask_to_pause(self, holder: object) -> None:
+        """Have the driver's thread pause the engine: the caller need not wait for one that has stopped.
+
+        Args:
+            holder: for whom it stands still, until ``ask_to_resume`` with the same.
+        """
         with self._changed:
-            self._num_pauses += 1
+            self._holders.add(holder)
             self._changed.notify_all()
 
     def await_pause(self) -> None:
@@ -120,15 +125,16 @@ class EngineDriver:
         with self._changed:
             self._changed.wait_for(lambda: self._is_ended or (self._stands_still and self._call_began is None))
 
-    def ask_to_resume(self) -> None:
+    def ask_to_resume(self, holder: object) -> None:
+        """Have the driver's thread let the engine go on, once nobody holds it; for who does not hold it do nothing."""
         with self._changed:
-            self._num_pauses -= 1
+            self._holders.discard(holder)
             self._changed.notify_all()
 
     def await_resume(self) -> None:
         """Wait until the engine goes on, is out, or is to pause for somebody else."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ended or self._num_pauses or not self._stands_still)
+            self._changed.wait_for(lambda: self._is_ended or self._holders or not self._stands_still)
 
     def end(self, error: RlcoreError) -> None:
         """Take the engine out: its requests go to ``on_failure``, and what it still answers is dropped."""
@@ -161,7 +167,7 @@ class EngineDriver:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                if self._stands_still != (self._num_pauses > 0):
+                if self._stands_still != bool(self._holders):
                     self._pause_or_resume()
                 elif not self._stands_still:
                     self._step(*self._taken())
@@ -180,14 +186,14 @@ class EngineDriver:
         """Wait until there is something to do; return False at the end."""
         with self._changed:
             while not self._is_ended:
-                if self._stands_still != (self._num_pauses > 0):
+                if self._stands_still != bool(self._holders):
                     self._call_began = time.monotonic()
                     return True
-                if not self._num_pauses and (self._new or self._under_way):
+                if not self._holders and (self._new or self._under_way):
                     self._call_began = time.monotonic()
                     self._timeline.begin(self.name, "generate")
                     return True
-                if not self._num_pauses:
+                if not self._holders:
                     self._timeline.end(self.name)
                 self._changed.wait()
         return False
@@ -268,15 +274,16 @@ def paused(drivers: Sequence[EngineDriver]) -> Iterator[None]:
 
     All are asked before one is waited for, so that several that have stopped are out after the time of one.
     """
-    for driver in drivers:
-        driver.ask_to_pause()
-    try:
+    holder = object()
+    try:  # Ctrl-C may come while they are asked, too
+        for driver in drivers:
+            driver.ask_to_pause(holder)
         for driver in drivers:
             driver.await_pause()
         yield
     finally:
         for driver in drivers:
-            driver.ask_to_resume()
+            driver.ask_to_resume(holder)
         for driver in drivers:
             driver.await_resume()
 

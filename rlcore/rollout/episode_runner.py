@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -83,10 +82,16 @@ class EpisodeRunner:
         The loop is woken once for all calls that come before it runs: each time is a system call.
         """
         self._calls.append((function, args))
-        if not self._is_woken:
+        if self._is_woken:
+            return
+        try:
             self._is_woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._take_calls)
+            self._loop.call_soon_threadsafe(self._take_calls)
+        except RuntimeError:  # the loop is closed
+            self._drop_calls()
+        except BaseException:  # Ctrl-C: one wake too many does no harm, one too few would end all calls
+            self._is_woken = False
+            raise
 
     @property
     def num_running(self) -> int:
@@ -110,6 +115,12 @@ class EpisodeRunner:
             self._loop.run_forever()
         finally:
             self._loop.close()
+            self._drop_calls()
+
+    def _drop_calls(self) -> None:
+        """Forget what was left for a loop that is closed."""
+        self._calls.clear()
+        self._is_woken = False
 
     def _take_calls(self) -> None:
         self._is_woken = False  # first: who finds it set has left its call before this

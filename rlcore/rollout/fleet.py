@@ -129,7 +129,7 @@ class Fleet:
 
         Raises:
             RolloutError: no engine is left.
-            Exception: what ``sync`` raised with engines that all live.
+            Exception: what ``sync`` raised, unless other engines could be given the weights.
         """
         out = set(self.failures)
         restarted = self._restarted(out)
@@ -242,7 +242,7 @@ class Fleet:
     def _after_deaths(
         self, engines: Sequence[InferenceEngine], restarted: Sequence[int]
     ) -> tuple[list[InferenceEngine], list[int]]:
-        """Take out those of ``engines`` that died in a sync; where none lives restart them.
+        """Take out those of ``engines`` that died in a sync; where none lives restart these.
 
         Returns:
             the engines to sync with again, none if none has died or none starts; and which of them were restarted.
@@ -253,7 +253,7 @@ class Fleet:
         self._take_out_dead(engines)
         if lively:
             return lively, [index for index in restarted if self.engines[index] in lively]
-        again = self._restarted(set(self.failures))
+        again = self._restarted({index for index in self.failures if self.engines[index] in engines})
         return [self.engines[index] for index in again], again
 
     def _take_out_dead(self, engines: Sequence[InferenceEngine]) -> None:

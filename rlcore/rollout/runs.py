@@ -6,6 +6,7 @@ It takes the place of a list with an entry a token: what is asked of it takes ti
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -61,8 +62,11 @@ class Runs(Sequence[T], Generic[T]):
     def __add__(self, other: Sequence[T]) -> Runs[T]:
         return Runs([*self.runs, *Runs.of(other).runs])
 
+    def __radd__(self, other: Sequence[T]) -> Runs[T]:
+        return Runs.of(other) + self
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_are_equal, self, other))
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 
@@ -74,7 +78,3 @@ def joined(parts: Sequence[Runs[Any]], dtype: type) -> NDArray[Any]:
     """Return the entries of all of them, one after the other."""
     runs = [run for part in parts for run in part.runs]
     return np.repeat(np.array([value for value, _ in runs], dtype), [length for _, length in runs])
-
-
-def _are_equal(one: object, other: object) -> bool:
-    return one == other

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from rlcore.rollout.timeline import Timeline
 
 _MEASURED = {
-    *("staleness", "sampler_idle", "trainer_idle", "sync", "lent", "hidden", "engine_failures", "requests_moved")
+    "staleness",
+    "sampler_idle",
+    "trainer_idle",
+    "sync",
+    "lent",
+    "hidden",
+    "engine_failures",
+    "requests_moved",
 }
 
 
@@ -47,7 +54,7 @@ class RolloutStats:
     """The share of the time in which the trainer's devices were lent and generated."""
     hidden: float
     """The share of the samplers' time of generation in which the trainer trained: what asynchrony wins. Unlike the
-    other shares it is of the timeline's latest 10,000 spans alone."""
+    other shares it is of the timeline's latest 10,000 spans alone, and of those that have not ended."""
     engine_failures: int
     """How often an engine was taken out."""
     requests_moved: int

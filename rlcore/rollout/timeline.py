@@ -87,18 +87,26 @@ class Timeline:
             return self._seconds[lane, what] + (now_s - begin_s if opened == what else 0.0)
 
     def seconds_together(self, lane: str, what: str, other_lane: str, other_what: str) -> float:
-        """Return the time in which two lanes did these things at once, of the spans that are kept."""
-        ours = [one for one in self.spans if (one.lane, one.what) == (lane, what)]
-        theirs = [one for one in self.spans if (one.lane, one.what) == (other_lane, other_what)]
+        """Return the time in which two lanes did these things at once, of the spans that are kept or open."""
+        with self._lock:
+            now_s = time.monotonic() - self._origin
+            ours, theirs = self._kept(lane, what, now_s), self._kept(other_lane, other_what, now_s)
         found, first = 0.0, 0
         for span in ours:
             while first < len(theirs) and theirs[first].end_s <= span.begin_s:
                 first += 1
-            for other in theirs[first:]:
+            for index in range(first, len(theirs)):
+                other = theirs[index]
                 if other.begin_s >= span.end_s:
                     break
                 found += min(span.end_s, other.end_s) - max(span.begin_s, other.begin_s)
         return found
+
+    def _kept(self, lane: str, what: str, now_s: float) -> list[Span]:
+        """Return a lane's spans of this kind in order; one that is open ends now. It is called with the lock held."""
+        kept = [one for one in self._spans if (one.lane, one.what) == (lane, what)]
+        opened, begin_s = self._open.get(lane, ("", 0.0))
+        return [*kept, Span(lane, what, begin_s, now_s)] if opened == what else kept
 
     @takes("Timeline.save()", path=PATH)
     def save(self, path: str | Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rlcore.rollout.fleet import Fleet
     from rlcore.rollout.lending import LentDevices
+    from rlcore.rollout.staleness import StalenessBound
 
 _LOOK_S = 0.5
 """How often somebody who waits looks for what nobody tells."""
@@ -22,18 +23,18 @@ class Waiting:
     Args:
         changed: notified when something was brought; its lock is the controller's.
         lent: lends the trainer's devices to ``fleet`` during a wait.
+        bound: knows the version that lent devices are to serve: another thread may update it during a wait.
     """
 
-    def __init__(self, changed: threading.Condition, fleet: Fleet, lent: LentDevices | None) -> None:
-        self._changed, self._fleet, self._lent = changed, fleet, lent
+    def __init__(
+        self, changed: threading.Condition, fleet: Fleet, lent: LentDevices | None, bound: StalenessBound
+    ) -> None:
+        self._changed, self._fleet, self._lent, self._bound = changed, fleet, lent, bound
 
-    def until(self, is_ready: Callable[[], bool], timeout_s: float | None, *, version: int) -> bool:
+    def until(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until ``is_ready()``, asked with the lock held; return False after ``timeout_s``.
 
         The trainer's devices are lent meanwhile, and have been taken back when this returns, or raises.
-
-        Args:
-            version: of the weights that lent devices are to serve.
         """
         began = time.monotonic()
         try:
@@ -50,7 +51,7 @@ class Waiting:
                         self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
                         continue
                 assert self._lent is not None
-                self._lent.lend(self._fleet, version)  # not with the lock: it takes seconds
+                self._lent.lend(self._fleet, self._bound.version)  # not with the lock: it takes seconds
         finally:
             if self._lent is not None:
                 self._lent.take_back(self._fleet)

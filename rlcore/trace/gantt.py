@@ -34,7 +34,8 @@ def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = N
     """Draw what a ``RolloutController`` noted, into a file of any format that matplotlib writes.
 
     Args:
-        sources: folders of traces, and files of timelines; each has the name of its folder or file.
+        sources: folders of traces, and files of timelines; each has the name of its folder or file, or its path where
+            two are the same.
         seconds: how much of each program is drawn, from when its trainer first waited; None is the longest.
 
     Raises:
@@ -45,7 +46,7 @@ def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = N
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError("matplotlib", needed_for="a picture of a trace", extra="bench") from error
-    programs = {source.name.removesuffix(".json"): _lanes(source) for source in sources}
+    programs = dict(zip(_names(sources), map(_lanes, sources), strict=True))
     lengths = [max(span.end_ns for span in lanes) - _begin(lanes) for lanes in programs.values()]
     shown_s = seconds or max(lengths) / 1e9
     rows = [(name, lane) for name, lanes in programs.items() for lane in sorted({span.lane for span in lanes})][::-1]
@@ -70,6 +71,11 @@ def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = N
         figure.savefig(path)
     except (OSError, ValueError) as error:  # such as a format that it does not know
         raise InvalidInputError(f"the picture cannot be written to {path}: {error}") from error
+
+
+def _names(sources: Sequence[Path]) -> list[str]:
+    names = [source.name.removesuffix(".json") for source in sources]
+    return names if len(set(names)) == len(names) else [str(source) for source in sources]
 
 
 def _lanes(source: Path) -> list[LaneSpan]:

@@ -16,6 +16,12 @@ SPAN_OF_PROGRAM, WAY_TO_WORKERS = "the program: ", "arguments and results"
 """The beginnings of two kinds of causes: a span of the program's, and a call whose worker does not compute."""
 _SAME_NS = 5_000_000
 """Calls of ``collect`` follow each other: one that begins so soon after another goes on with the same work."""
+_OF_TRAINER = {
+    "wait": ("the train engine", "episodes"),
+    "evaluate": ("the train engine", "an evaluation"),
+    "sync": ("the inference engine", "the weight sync"),
+}
+"""Action of a RolloutController's trainer -> the engine that is idle meanwhile, and why it is."""
 _OF_WORKER, _OF_LANE, _OF_PROGRAM, _NOTHING = range(4)
 
 
@@ -109,14 +115,10 @@ def _of_lanes(trace: ProgramTrace, spans: Sequence[TracedSpan]) -> Iterator[_Tim
     """Yield what a RolloutController says about who waits for whom."""
     kinds = {str(span.facts.get("engine", "")) for span in spans}
     for number, lane in enumerate(trace.lanes):
-        if lane.lane == "trainer" and lane.name == "wait" and "the train engine" in kinds:
-            yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, "episodes", "episodes")
-        elif lane.lane == "trainer" and lane.name == "evaluate" and "the train engine" in kinds:
-            words = "an evaluation"
-            yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, words, words)
-        elif lane.lane == "trainer" and lane.name == "sync" and "the inference engine" in kinds:
-            words = "the weight sync"
-            yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, words, words)
+        if lane.lane == "trainer" and lane.name in _OF_TRAINER:
+            idle, words = _OF_TRAINER[lane.name]
+            if idle in kinds:
+                yield lane.begin_ns, _Reason(_OF_LANE, number, lane.end_ns, words, words)
 
 
 def _of_program(

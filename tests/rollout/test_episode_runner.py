@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.rollout import RolloutClient, Workflow
@@ -20,6 +23,16 @@ class Rejects(Workflow):
         return None
 
 
+def runner_of(on_end: Callable[[EpisodeEnd], None]) -> EpisodeRunner:
+    return EpisodeRunner(
+        SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
+        defaults=SamplingParams(),
+        reader=lambda: None,  # type: ignore[arg-type,return-value]
+        episode_timeout_s=60,
+        on_end=on_end,
+    )
+
+
 def test_an_episode_that_is_cancelled_while_it_ends_and_then_started_again_runs_again() -> None:
     """So does one that a weight update makes too stale in the moment of its end: it must not be lost."""
     ends: queue.Queue[EpisodeEnd] = queue.Queue()
@@ -31,13 +44,7 @@ def test_an_episode_that_is_cancelled_while_it_ends_and_then_started_again_runs_
             assert may_go_on.wait(60)
             runner.start(7, "again", Rejects(), None)
 
-    runner = EpisodeRunner(
-        SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
-        defaults=SamplingParams(),
-        reader=lambda: None,  # type: ignore[arg-type,return-value]
-        episode_timeout_s=60,
-        on_end=on_end,
-    )
+    runner = runner_of(on_end)
     runner.start(7, "first", Rejects(), None)
     assert ends.get(timeout=60).episode.data == "first"
     runner.cancel([7])
@@ -47,3 +54,28 @@ def test_an_episode_that_is_cancelled_while_it_ends_and_then_started_again_runs_
     runner.close(60)
     runner.start(8, "late", Rejects(), None)
     assert runner.num_running == 0 and ends.empty()
+
+
+def test_ctrl_c_in_a_call_does_not_stop_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come after the runner has noted that the loop is woken, and before it is."""
+    ends: queue.Queue[EpisodeEnd] = queue.Queue()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    runner = runner_of(ends.put)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._loop, "call_soon_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.start(1, "one", Rejects(), None)
+    runner.start(2, "two", Rejects(), None)
+    assert [ends.get(timeout=5).episode.data for _ in range(2)] == ["one", "two"]
+    runner.close(60)
+
+
+def test_after_close_no_call_is_kept() -> None:
+    runner = runner_of(lambda end: None)
+    runner.close(60)
+    for number in range(3):
+        runner.start(number, "late", Rejects(), None)
+        assert not runner._calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,6 +101,37 @@ def test_requests_stay_with_the_lent_engine_and_go_on_when_it_is_lent_again() ->
         second = rollout.wait(2, timeout_s=60)
         assert sorted(one.number for one in (*first, *second)) == numbers
         assert rollout.stats.tokens_discarded == 0 and held <= 1
+
+
+def test_devices_that_are_lent_serve_the_version_of_then_not_that_of_the_waits_begin() -> None:
+    """Another thread may update the weights during a wait."""
+    trainer, guest, engine = Trainer(), Guest(), SimulatedEngine()
+    is_lent, collect = threading.Event(), engine.collect
+
+    def collect_when_lent(timeout_s: float | None = None) -> Any:
+        assert is_lent.wait(60)
+        return collect(timeout_s)
+
+    class Updated(Lent):
+        def due_in_s(self, waited_s: float) -> float:
+            if not self.moves:
+                engine.version = 1
+                rollout.set_version(1)
+            return super().due_in_s(waited_s)
+
+        def _move_sampler_in(self, version: int) -> None:
+            super()._move_sampler_in(version)
+            is_lent.set()
+
+    engine.collect = collect_when_lent  # type: ignore[method-assign]
+    for wait in (lambda: rollout.prepare_batch([1], timeout_s=60), lambda: rollout.rollout_batch([1], timeout_s=60)):
+        engine.version = 0
+        is_lent.clear()
+        lent = Updated(trainer, guest, after_s=0.0)
+        with controller(lent, engine, batch_size=1, max_staleness=1) as rollout:
+            lent.note_synced(trainer)
+            wait()
+            assert lent.moves == ["in", "back"] and guest.version == 1
 
 
 def test_nothing_is_lent_while_the_trainer_has_other_weights_than_the_samplers() -> None:

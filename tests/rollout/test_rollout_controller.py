@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,11 @@ from rlcore.errors import (
     SyncError,
     UnsupportedError,
 )
-from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet
+from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet, timeline
 from rlcore.rollout.engine_driver import Request
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.episode_queue import EpisodeQueue
+from rlcore.rollout.stats import RolloutStats
 from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
 
 
@@ -192,6 +194,30 @@ def test_the_versions_of_an_episode_are_read_once() -> None:
     queue.end(EpisodeEnd(episode, "ended", 1), is_direct=False)
     assert queue.give([number]) == [episode] and episode.oldest_version == 0 and queue.staleness == {0: 1}
     assert reads == 1
+
+
+def test_generation_is_hidden_behind_training_though_neither_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(monotonic=lambda: now))
+    noted = timeline.Timeline()
+
+    def hidden() -> float:
+        who: Any = {"lanes": ["sampler 0"], "trainer": "trainer", "lent": "lent"}
+        return RolloutStats.of({}, {}, noted, engine_failures=0, requests_moved=0, **who).hidden
+
+    assert hidden() == 0.0
+    noted.begin("sampler 0", "generate")
+    noted.begin("trainer", "train")
+    now = 4.0
+    assert hidden() == 1.0
+    noted.begin("trainer", "wait")
+    now = 6.0
+    noted.begin("trainer", "train")
+    now = 8.0
+    assert hidden() == 0.75
+    noted.end("sampler 0")
+    now = 16.0
+    assert hidden() == 0.75, "the sampler no longer generates"
 
 
 def test_an_update_does_not_wait_for_the_longest_sequence_which_goes_on_with_the_new_weights() -> None:
@@ -476,6 +502,37 @@ def test_engines_that_die_inside_a_sync_are_restarted_where_none_is_left(
             rollout.update_weights(trainer)
         assert trainer.synced == synced and [engine.num_restarts for engine in engines] == restarts
         assert rollout.rollout_batch([1, 2])["versions"].max() == rollout.version
+
+
+def test_an_engine_that_does_not_start_is_restarted_once_in_an_update() -> None:
+    dead, other = SimulatedEngine(), SimulatedEngine()
+    restarts: list[str] = []
+
+    def restart() -> None:
+        restarts.append("dead")
+        raise StateError("planted: it does not start")
+
+    dead.is_broken, dead.restart = True, restart  # type: ignore[method-assign]
+    trainer = Struck(1)
+    with controller([dead, other]) as rollout:
+        rollout.update_weights(trainer)
+        assert trainer.synced == [-1, 1] and restarts == ["dead"] and other.num_restarts == 1
+        assert rollout.num_healthy == 1
+
+
+def test_ctrl_c_while_engines_are_asked_to_pause_leaves_none_paused() -> None:
+    with controller([SimulatedEngine(), SimulatedEngine()]) as rollout:
+        driver = rollout._fleet._drivers[1]
+        ask = driver.ask_to_pause
+
+        def interrupted(*given: Any) -> None:
+            ask(*given)
+            raise KeyboardInterrupt
+
+        driver.ask_to_pause = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt), rollout.generation_paused():
+            pass
+        assert len(rollout.rollout_episodes([1] * 8, timeout_s=5)) == 8
 
 
 def test_engines_that_die_in_each_sync_end_the_update() -> None:

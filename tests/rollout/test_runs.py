@@ -28,6 +28,7 @@ def test_runs_are_the_list_that_they_stand_for() -> None:
             and runs != [*plain, 3]
             and repr(Runs.of([3, 3])) == "Runs([(3, 2)])"
         )
+        assert plain + Runs.of([3, 3]) == [*plain, 3, 3]
         assert joined([Runs.of(plain), Runs([(7, 2)])], np.int64).tolist() == [*plain, 7, 7]
         with pytest.raises(IndexError):
             runs[len(plain)]

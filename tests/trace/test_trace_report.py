@@ -197,6 +197,20 @@ def test_two_programs_are_drawn_on_one_scale(tmp_path: Path) -> None:
         draw_gantt([tmp_path], tmp_path / "both.svg")
 
 
+def test_programs_of_one_name_are_drawn_beside_each_other_by_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlcore.trace.gantt import draw_gantt
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        rolled_out(Path(name, "trace"), waits_ms=5)
+    draw_gantt([Path("a/trace"), Path("b/trace")], tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert all(f"<!-- {name}/trace: trainer -->" in drawn for name in ("a", "b"))
+
+
 def test_a_timeline_that_was_saved_is_drawn_without_a_trace(tmp_path: Path) -> None:
     from rlcore.trace.gantt import draw_gantt
 
