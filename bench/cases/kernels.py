@@ -49,6 +49,7 @@ _Output = tuple[Tensor | None, ...]
 Score = Callable[..., tuple[Tensor, Tensor | None]]
 """Takes (logits, targets) or (hidden, weight, targets), and returns the log-probability and, if it can, the entropy."""
 
+_SIZES = HEADS | SHAPES
 _SEQUENCE_TOKENS = 512
 _BARE, _BARE_FORWARD = "bare products", "bare product"
 _LOGITS_ROWS, _WEIGHT_ROWS = 1024, 4096
@@ -194,7 +195,7 @@ _FIRST_ROUND_S = {"0.5b": 85.0, "1.7b": 110.0, "8b": 55.0, "14b": 50.0}
 
 
 def _linear_logprob_case(head: str, *, backward: bool) -> Case:
-    prepare = functools.partial(_prepare_linear_logprob, size=(HEADS | SHAPES)[head], backward=backward)
+    prepare = functools.partial(_prepare_linear_logprob, size=_SIZES[head], backward=backward)
     name = "linear_logprob" if backward else "linear_logprob_forward"
     passes = "forward and backward" if backward else "forward"
     return Case(
@@ -336,7 +337,7 @@ def _loss_case(head: str) -> Case:
     return Case(
         f"kernels/linear_loss/{head}",
         f"clipped policy loss with k3 and entropy terms, {_of(head)}, both gradients",
-        functools.partial(_prepare_loss, size=(HEADS | SHAPES)[head]),
+        functools.partial(_prepare_loss, size=_SIZES[head]),
     )
 
 
@@ -408,12 +409,12 @@ def _of_both(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> Te
     return per_token["g"] * logprob + per_token["g_bar"] * entropy, {}
 
 
-_LOGITS = {"": LOGITS, **{f"/{name}": size for name, size in MORE_LOGITS.items()}}
+_LOGITS_CASES = {"": LOGITS, **{f"/{name}": size for name, size in MORE_LOGITS.items()}}
 
 cases = (
     *(
         _token_logprob_case(name, size, backward=backward)
-        for name, size in _LOGITS.items()
+        for name, size in _LOGITS_CASES.items()
         for backward in (True, False)
     ),
     *(_linear_logprob_case(head, backward=True) for head in HEADS),

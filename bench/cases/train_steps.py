@@ -68,7 +68,7 @@ class StepTimes(NamedTuple):
     peak_bytes: int
     """The peak of the device that held the most, parameters and optimizer states included."""
     busy_s: float | None = None
-    """The seconds of a step in which the device had a kernel or a copy; None where nobody looked."""
+    """The seconds of a step in which the device had a kernel or a copy; None where nobody looked, or saw one."""
 
 
 def _times(
@@ -88,8 +88,15 @@ def _times(
     return losses[0], seconds[setup.warm_up :], seconds[0]
 
 
-def engine_steps(setup: Setup, batches: Sequence[Batch], *, executor: str = "fsdp2", **options: Any) -> StepTimes:
-    """Take the steps of a train engine; ``options`` are those of its ``build()``."""
+def engine_steps(
+    setup: Setup, batches: Sequence[Batch], *, executor: str = "fsdp2", tells_busy: bool = False, **options: Any
+) -> StepTimes:
+    """Take the steps of a train engine.
+
+    Args:
+        tells_busy: find ``busy_s`` in two more steps, where the worker of an accelerator is in this process.
+        options: those of the engine's ``build()``.
+    """
     started = time.perf_counter()
     module = policy(setup.model, setup.dtype, setup.device_names[0].partition(":")[0])
     own: dict[str, Any] = {"compute_dtype": dtype_name(setup.dtype)}
@@ -105,13 +112,14 @@ def engine_steps(setup: Setup, batches: Sequence[Batch], *, executor: str = "fsd
 
         times = _times(setup, step, batches, lambda: engine.call("reset_peak"))
         peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
-        is_here = setup.compiles and len(setup.device_names) == 1  # the worker of several is another process
-        busy_s = _busy_s(get_device(setup.device_names[0]), [lambda: step(batches[-1])] * 2) if is_here else None
+        device = get_device(setup.device_names[0])
+        is_here = not device.spec.is_host and len(setup.device_names) == 1  # the worker of several is another process
+        busy_s = _busy_s(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
     return StepTimes(*times, build_s, peak, busy_s)
 
 
-def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float:
-    """Return the seconds of each of these steps in which the device had a kernel or a copy."""
+def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float | None:
+    """Return the seconds of each of these steps in which the device had a kernel or a copy; None if nobody saw it."""
     device.synchronize()
     with torch.profiler.profile(acc_events=True) as seen:
         for step in steps:
@@ -126,7 +134,7 @@ def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float:
     for start, end in ranges:
         busy_us += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy_us / 1e6 / len(steps)
+    return busy_us / 1e6 / len(steps) if ranges else None
 
 
 # ----------------------------------------------------------------------------------------------- plain loops

@@ -37,6 +37,8 @@ from rlcore.tensor_data import dtype_name
 
 _TOKENS, _HOST_TOKENS = 8192, 256
 """Tokens of each device and step."""
+_LEAST_S = 1e-9
+"""Instead of nothing beyond the device's time: a record's values are positive."""
 _PER_DEVICE = 8
 """Sequences of equal length."""
 _UNEVEN = (
@@ -110,7 +112,7 @@ class _Plain(PlainRank):
 
 
 def _engine(setup: Setup, batches: list[Batch], **options: Any) -> StepTimes:
-    return engine_steps(setup, batches, data_parallel_size=len(setup.device_names), **options)
+    return engine_steps(setup, batches, tells_busy=True, data_parallel_size=len(setup.device_names), **options)
 
 
 def _prepare(dense: ModelShape, device: Device) -> Work:
@@ -191,8 +193,8 @@ def _quantities(done: StepTimes, tokens: int, flops: float, *, is_counted: bool)
         "build": Quantity(done.build_s, "s"),
     }
     if done.busy_s is not None:
-        beyond_s = max(0.0, statistics.median(done.seconds) - done.busy_s)
-        found |= {"device_busy": Quantity(done.busy_s, "s"), "beyond_device": Quantity(beyond_s + 1e-9, "s")}
+        beyond_s = statistics.median(done.seconds) - done.busy_s
+        found |= {"device_busy": Quantity(done.busy_s, "s"), "beyond_device": Quantity(max(_LEAST_S, beyond_s), "s")}
     return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
 
 

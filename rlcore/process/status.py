@@ -43,13 +43,19 @@ def state_of(pid: int) -> str:
 
 def family_seconds(pid: int) -> float:
     """Return the processor time of a process, of all that descend from it, and of those that each has waited for."""
-    found = ((int(entry), _stat(int(entry))) for entry in os.listdir("/proc") if entry.isdigit())
-    stats = {one: fields for one, fields in found if fields is not None}
-    family = {pid}
-    while more := {one for one, fields in stats.items() if int(fields[1]) in family} - family:
-        family |= more
-    ticks = sum(int(field) for one in family & stats.keys() for field in stats[one][11:15])
+    stats = (_stat(one) for one in family_of(pid))
+    ticks = sum(int(field) for fields in stats if fields is not None for field in fields[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def family_of(pid: int) -> set[int]:
+    """Return a process and all that descend from it, but for what has lost a parent on the way."""
+    found = ((int(entry), _stat(int(entry))) for entry in os.listdir("/proc") if entry.isdigit())
+    parents = {one: int(fields[1]) for one, fields in found if fields is not None}
+    family = {pid}
+    while more := {one for one, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO
 
 import pytest
 
@@ -19,6 +20,7 @@ import rlcore
 from rlcore.bench.cases.peers import race, race_sides
 from rlcore.errors import BenchError
 from rlcore.process.python_command import python_command
+from rlcore.process.status import start_time
 from tests.warm import warm
 
 pytest.importorskip("transformers")
@@ -64,18 +66,41 @@ def test_a_side_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_side_that_hangs_is_ended_and_the_next_has_the_time_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
-    def hangs(command: Sequence[str], *, stdout: BinaryIO, timeout: float, **_: Any) -> None:
-        stdout.write(b"at step 2")
-        stdout.flush()
-        now[0] += timeout
-        raise subprocess.TimeoutExpired(command, timeout)
+    def hangs(command: Sequence[str], log: Path, timeout_s: float) -> int:
+        log.write_text("at step 2")
+        now[0] += timeout_s
+        raise subprocess.TimeoutExpired(command, timeout_s)
 
     monkeypatch.setattr(race, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(race.subprocess, "run", hangs)
+    monkeypatch.setattr(race, "_exit_code", hangs)
     left = race.TimeLeft(2.0, 2)
     with pytest.raises(BenchError, match=r"a_side did not end within the 1 s that it had: at step 2"):
         race._run("a_side", LOAD, left)
     assert left.next_share() == 1.0
+
+
+def test_what_a_side_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a session of its own too, as workers are."""
+    log = tmp_path / "log.txt"
+
+    def wait(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return waits(process)
+        while not log.read_text().endswith("\n"):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("", timeout)
+
+    waits = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    with pytest.raises(subprocess.TimeoutExpired):
+        race._exit_code(["sh", "-c", "setsid sleep 60 & echo $!; exec sleep 60"], log, 60)
+    started = int(log.read_text())
+    for _ in range(1000):
+        if start_time(started) is None:
+            return
+        time.sleep(0.01)
+    os.kill(started, signal.SIGKILL)
+    pytest.fail("what the side had started still runs")
 
 
 def test_the_times_of_a_side_count_however_it_ends_after_them(monkeypatch: pytest.MonkeyPatch) -> None:

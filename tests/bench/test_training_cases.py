@@ -60,6 +60,10 @@ def test_case_passes_on_a_host(name: str) -> None:
     ]
 
 
+def test_a_device_of_which_the_profiler_tells_nothing_is_not_idle() -> None:
+    assert train_steps._busy_s(get_device("cpu"), [lambda: torch.ones(2)]) is None
+
+
 @pytest.mark.slow
 def test_a_trainer_that_learns_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     work = load_cases()["train/dense_1.5b"].prepare(get_device("cpu"))

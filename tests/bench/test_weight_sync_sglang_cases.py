@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases.models import TINY
-from rlcore.bench.cases.peers import sglang_alone, vllm_pair
+from rlcore.bench.cases.peers import sglang, sglang_alone, vllm_pair
 from rlcore.bench.cases.peers.sglang_alone import SglangAlone
 from rlcore.bench.cases.peers.vllm_pair import EnginePair
 from rlcore.errors import BenchError, MissingDependencyError, UnsupportedError
@@ -52,8 +53,25 @@ def test_a_device_that_is_not_there_is_said_before_anything_starts(monkeypatch: 
     monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.17"))  # type: ignore[arg-type]
     device = get_device("cpu")
     monkeypatch.setattr(type(device), "count", lambda device: 1)
-    with pytest.raises(UnsupportedError, match="this case on cpu is not supported: it takes 2 devices"):
+    with pytest.raises(UnsupportedError, match="this case on cpu:0 is not supported: it takes cpu:1 too"):
         load_cases()["weight_sync/sglang/7b_1_to_1"].prepare(device)
+
+
+def test_new_weights_are_on_the_samplers_device_or_the_next() -> None:
+    device: Any = SimpleNamespace(name="cuda:1", index=1, count=lambda: 3, spec=SimpleNamespace(name="cuda"))
+    assert [sglang._source_of(device, steps_on) for steps_on in (0, 1)] == ["cuda:1", "cuda:2"]
+
+
+def test_sglang_that_refuses_is_heard_while_our_part_waits_for_it() -> None:
+    refused, waited = threading.Event(), []
+    found = sglang_alone._Broadcast._beside(lambda: waited.append(refused.wait(5)), lambda: (False, "no group"))
+    refused.set()
+    assert found == (False, "no group") and not waited
+
+
+def test_what_fails_in_our_part_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        sglang_alone._Broadcast._beside(lambda: 1 / 0, lambda: (True, ""))  # type: ignore[arg-type,return-value]
 
 
 @pytest.mark.slow

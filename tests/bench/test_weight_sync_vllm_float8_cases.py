@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from rlcore.bench.case import Work, load_cases
 from rlcore.bench.cases.models import QWEN_7B, QWEN_30B_A3B
 from rlcore.bench.cases.peers import vllm_float8
+from rlcore.engines.inference import InferenceEngine
 from rlcore.errors import MissingDependencyError
 from rlcore.registry import get_device
 
@@ -24,6 +26,17 @@ def test_a_case_for_each_model_and_way_to_keep_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingDependencyError, match="vllm"):
         load_cases()[names.pop()].prepare(get_device("cpu"))
+
+
+def test_a_build_that_fails_leaves_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    close = vllm_float8.Float8Pair.close
+    monkeypatch.setattr(vllm_float8.Float8Pair, "close", lambda pair: closed.append(close(pair)))
+    monkeypatch.setattr(InferenceEngine, "build", lambda *_, **__: 1 / 0)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32"))  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        load_cases()["weight_sync/vllm_float8/7b_bfloat16"].prepare(get_device("cpu"))
+    assert len(closed) == 1
 
 
 def test_layers_are_cut_where_two_copies_have_no_room_and_the_name_says_so() -> None:

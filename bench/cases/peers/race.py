@@ -9,8 +9,11 @@ its own documentation gives for speed. A side is a program of its own, so that i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -27,6 +30,7 @@ from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, Folder, ModelSha
 from rlcore.device import Device
 from rlcore.errors import BenchError, MissingDependencyError
 from rlcore.process.python_command import python_command
+from rlcore.process.status import family_of
 
 PHASES = ("generate", "sync", "old_logprob", "rest")
 """The parts of a step that all sides tell. "rest": rewards, the update, and what moves between host and device.
@@ -105,23 +109,34 @@ def _run(side: str, load: RaceLoad, left: TimeLeft) -> SideTimes:
     with tempfile.TemporaryDirectory(prefix="rlcore-bench-") as folder:
         result = Path(folder, "times.json")
         log = Path(folder, "log.txt")
+        command = python_command(f"rlcore.bench.cases.peers.race_sides:{side}", json.dumps(asdict(load)), result)
         try:
-            with log.open("wb") as output:  # a pipe would stay open in what a side that is killed has started
-                code = subprocess.run(
-                    python_command(f"rlcore.bench.cases.peers.race_sides:{side}", json.dumps(asdict(load)), result),
-                    cwd=folder,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                    timeout=timeout_s,
-                ).returncode
-            ended = f"ended with exit code {code}"
+            ended = f"ended with exit code {_exit_code(command, log, timeout_s)}"
         except subprocess.TimeoutExpired:
             ended = f"did not end within the {timeout_s:.0f} s that it had"
-        if not result.exists():
+        if not result.exists():  # it is written whole and last: how a library ends after that changes no time
             said = log.read_text("utf-8", "replace").strip()
             raise BenchError(f"{side} {ended}: {said[-_SAID:]}")
         return SideTimes(**json.loads(result.read_text()))
+
+
+def _exit_code(command: Sequence[str], log: Path, timeout_s: float) -> int:
+    """Run a side in the folder of its log.
+
+    Raises subprocess.TimeoutExpired: it was killed, with all that it had started, which would keep the device. A
+    session of its own would do as well for that, but who ends the whole case would not reach it.
+    """
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, cwd=log.parent, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            return process.wait(timeout_s)
+        except BaseException:
+            for pid in family_of(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
 
 
 def _check(times: SideTimes) -> None:
@@ -176,7 +191,13 @@ def _prepare(
 def _case(
     name: str, shape: ModelShape, names: Sequence[str], estimate_s: float, limit_s: float, **changes: Any
 ) -> Case:
-    """Return a case that ends within ``limit_s`` whatever hangs, so that what was measured is kept."""
+    """Return a case.
+
+    Args:
+        estimate_s: of its sides when nothing hangs.
+        limit_s: it ends within so many seconds whatever hangs, so that what was measured is kept: the estimate and a
+            margin, and less than ``Case.timeout_s``, which would end all sides.
+    """
     description = f"steps of GRPO, {shape.name} shapes (tiny on a host), beside TRL's GRPOTrainer, all with vLLM"
     return Case(
         f"race/{name}",

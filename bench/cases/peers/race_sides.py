@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlcore.atomic import write_file
 from rlcore.bench.cases.models import LEARNING_RATE, learner
 from rlcore.bench.cases.peers.race import PHASES, RaceLoad
 from rlcore.bench.cases.timing import PeakWatch, PhaseTimes
@@ -69,7 +70,7 @@ class Stopwatch:
             "peak_bytes": self._memory.end(),
             "parity": parity,
         }
-        path.write_text(json.dumps(times))
+        write_file(path, json.dumps(times).encode())
 
 
 def _reward(text: str) -> float:

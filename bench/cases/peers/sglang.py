@@ -98,11 +98,14 @@ def _check_installed() -> str:
     return version
 
 
-def _name_of(device: Device, source: int) -> str:
+def _source_of(device: Device, steps_on: int) -> str:
     """Return the name of the device with the new weights. Raises UnsupportedError without it."""
-    if source >= max(1, device.count()):
-        raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {source + 1} devices")
-    return f"{device.spec.name}:{source}"
+    if not steps_on:
+        return device.name
+    index = device.index + steps_on
+    if index >= device.count():
+        raise UnsupportedError(f"this case on {device.name}", f"it takes {device.spec.name}:{index} too")
+    return f"{device.spec.name}:{index}"
 
 
 def _options(device: Device) -> dict[str, Any]:
@@ -130,8 +133,8 @@ def _prepare_alone(pair: EnginePair, source: str, closes: ExitStack) -> list[Con
     return _contenders_alone(alone, _Workload(pair))
 
 
-def _prepare(model: ModelShape, source: int, prepare: Callable[..., list[Contender]], device: Device) -> Work:
-    version, source_name = _check_installed(), _name_of(device, source)
+def _prepare(model: ModelShape, steps_on: int, prepare: Callable[..., list[Contender]], device: Device) -> Work:
+    version, source_name = _check_installed(), _source_of(device, steps_on)
     pair = EnginePair(model, device, "sglang")
     with ExitStack() as closes:
         closes.callback(pair.close)
@@ -144,26 +147,26 @@ def _prepare(model: ModelShape, source: int, prepare: Callable[..., list[Contend
         )
 
 
-def _both(name: str, model: ModelShape, about: str = "", source: int = 0) -> tuple[Case, Case]:
+def _both(name: str, model: ModelShape, about: str = "", steps_on: int = 0) -> tuple[Case, Case]:
     """Return the case of rlcore and that of SGLang alone: a device has memory for one of them at once, and a run that
     is cut short has what was first.
 
     Args:
-        source: the index of the device with the new weights; the samplers are on the first one.
+        steps_on: how many devices after the samplers' the one with the new weights is.
     """
     what = f"new weights and tokens of real SGLang, {model.name} shapes (tiny on a host){about}"
     return (
         Case(
             f"weight_sync/sglang/{name}",
             f"{what}, by rlcore",
-            functools.partial(_prepare, model, source, _prepare_rlcore),
+            functools.partial(_prepare, model, steps_on, _prepare_rlcore),
             effort="full",
             estimate_s=180.0,
         ),
         Case(
             f"weight_sync/sglang/{name}_alone",
             f"{what}, by SGLang alone",
-            functools.partial(_prepare, model, source, _prepare_alone),
+            functools.partial(_prepare, model, steps_on, _prepare_alone),
             effort="full",
             estimate_s=90.0,
         ),
@@ -172,6 +175,6 @@ def _both(name: str, model: ModelShape, about: str = "", source: int = 0) -> tup
 
 cases = (
     *_both("7b", QWEN_7B),
-    *_both("7b_1_to_1", QWEN_7B, ", from the next device", source=1),
+    *_both("7b_1_to_1", QWEN_7B, ", from the next device", steps_on=1),
     *_both("30b_a3b", QWEN_30B_A3B),
 )

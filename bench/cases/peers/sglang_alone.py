@@ -194,9 +194,21 @@ class _Broadcast:
 
     @staticmethod
     def _beside(ours: Callable[[], None], theirs: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Do our part in a thread, as either part waits for the other."""
-        thread = threading.Thread(target=ours, daemon=True)
+        """Do our part in a thread, as either part waits for the other; ours would wait for ever if SGLang refuses."""
+        failures: list[BaseException] = []
+
+        def keeping_failures() -> None:
+            try:
+                ours()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=keeping_failures, daemon=True)
         thread.start()
         found = theirs()
+        if not found[0]:
+            return found
         thread.join()
+        if failures:
+            raise failures[0]
         return found

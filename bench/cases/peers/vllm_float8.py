@@ -59,13 +59,18 @@ class Float8Pair(EnginePair):
     def __init__(self, model: ModelShape, quantization: str | None, device: Device) -> None:
         vllm_worker.register()
         super().__init__(model, device, vllm_worker.EXECUTOR)
+        self._quantization = quantization
+
+    def start(self) -> None:
+        """Build both, and give vLLM its first weights."""
+        device = self.device
         is_host = device.spec.is_host
         steps.begin("build of the engine")
         self.infer.build(
             devices=device.name,
             load_format="auto" if is_host else "dummy",
             dtype="bfloat16",
-            quantization=quantization,
+            quantization=self._quantization,
             enforce_eager=True,
             max_model_len=1024,
             max_num_seqs=16,
@@ -152,6 +157,11 @@ def _prepare(model: ModelShape, quantization: str | None, device: Device) -> Wor
         raise MissingDependencyError("vllm", needed_for="this case", extra="vllm") from error
     shape = model if device.spec.is_host else fitting(model, device.properties().total_bytes)
     pair = Float8Pair(shape, quantization, device)
+    try:
+        pair.start()
+    except BaseException:
+        pair.close()
+        raise
     expected: dict[int, list[dict[str, int]]] = {}
 
     def check(done: WholeSync) -> None:
