@@ -54,6 +54,7 @@ ELSEWHERE = {
             *("rlite_tutorial", "sampler_parity"),
         )
     ),
+    "tests/examples/test_more_devices.py": ("rlcore.examples.more_devices",),
     "tests/rollout/test_reward_pool.py": ("rlcore.rollout.reward_process",),
     "tests/integrations/test_trl.py": ("rlcore.integrations.trl", "rlcore.integrations.trl_server"),
     "tests/integrations/test_verl.py": (

@@ -339,7 +339,7 @@ def test_bench_run_without_a_file_names_one_after_device_and_time(bench_here: Ca
     assert re.match(r"1 case on cpu:0, about \d+ min \(quick\)$", result.stderr.splitlines()[0])
     assert re.fullmatch(r"rlcore-bench-cpu-\d{8}T\d{6}Z\.json", file.name)
     assert result.stderr.splitlines()[-1] == file.name
-    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +15", result.stdout)
+    assert re.search(r"dispatch/op +dispatch +pass +[\d.]+ [nµ]s +25", result.stdout)
 
 
 def test_bench_run_interrupted_before_the_first_case_leaves_an_earlier_file_alone(
