@@ -473,6 +473,22 @@ def a_fused_step_is_one_operation_in_place() -> None:
     assert of_engines.CHANGES_VALUES_ALONE.intersection(operations_of(optimizer.step))
 
 
+@contract("ADDS_PRODUCT")
+def a_product_that_is_added_is_one_operation() -> None:
+    seen: list[Any] = []
+
+    class Answering(base.TorchDispatchMode):  # type: ignore[misc,no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return kwargs["out"]
+
+    total, factor = (torch.empty(2, 2, device="meta", dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    options: dict[str, Any] = {"out_dtype": torch.float32, "out": total}
+    with Answering():
+        torch.addmm(total, factor, factor, **options)
+    assert seen == [of_engines.ADDS_PRODUCT]
+
+
 @contract("HOST_ATTENTION", "FLASH_ATTENTION", "MASKED_ATTENTION")
 def fused_attention_holds_no_scores() -> None:
     x = torch.empty(1, 2, 5, 8, device="meta", dtype=torch.bfloat16)

@@ -21,8 +21,7 @@ def check_version(engine: str, version: str, oldest: tuple[int, ...], newest: tu
     Raises:
         UnsupportedError: the version is too old, or is not written as one.
     """
-    found = re.match(r"\.".join([r"(\d+)"] * len(oldest)), version)
-    number = tuple(map(int, found.groups())) if found else ()
+    number = numbers_of(version, len(oldest))
     first, last = (".".join(map(str, bound)) for bound in (oldest, newest))
     most = last if len(newest) == 3 else f"{last}.99"
     package = engine.lower()
@@ -37,3 +36,9 @@ def check_version(engine: str, version: str, oldest: tuple[int, ...], newest: tu
             "pip install '%s<=%s'",
             engine, version, first, last, package, most,
         )  # fmt: skip
+
+
+def numbers_of(version: str, count: int) -> tuple[int, ...]:
+    """Return the first numbers of a version, or none if it is not written as one."""
+    found = re.match(r"\.".join([r"(\d+)"] * count), version)
+    return tuple(map(int, found.groups())) if found else ()

@@ -64,14 +64,17 @@ class SglangExecutor(ReplicaExecutor):
 
         Raises:
             CheckpointError: the folder is incomplete or damaged.
+            DeviceError: torch_memory_saver was not preloaded on a GPU.
             InvalidInputError: an argument that SGLang does not know or refuses, or that only rlcore sets.
             MissingDependencyError, UnsupportedError: SGLang is absent, of a version that rlcore does not know, or has
-                no such dtype on the device.
+                no such dtype on the device, or no experts of tokens.
             WorkerDiedError: a process that SGLang started has ended.
         """
         self._folder = check_model_folder(path)
         arguments = engine_arguments(engine_args, self._folder, self.context)
         self.engine_version = versions.prepare(self.device, self._num_shards)
+        if engine_args.get(RETURN_EXPERTS) and self.device.spec.is_host:
+            versions.check_experts_of_host(RETURN_EXPERTS, self.engine_version, self.device.name)
         self._reader = reader = PromptReader(self._folder, None, "context_length")
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process
         os.environ[FOLDER] = folder = _checked(self.context.store)

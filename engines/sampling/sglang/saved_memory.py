@@ -6,7 +6,7 @@ storage in ``engines/offload``; the saver unmaps all of a tag at once, when the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ class Region:
         addresses: of its storages.
     """
 
-    def __init__(self, tag: str, addresses: Collection[int]) -> None:
+    def __init__(self, tag: str, addresses: set[int]) -> None:
         self._tag = tag
-        self._addresses = set(addresses)
+        self._addresses = addresses
         self._left: set[int] = set()
         self.is_mapped = True
 

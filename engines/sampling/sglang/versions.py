@@ -28,6 +28,8 @@ from rlcore.engines.sampling.sglang.interfaces import (
 from rlcore.errors import DeviceError, InvalidInputError, MissingDependencyError, RlcoreError, UnsupportedError
 
 OLDEST, NEWEST = (0, 5, 15), (0, 5, 23)
+_EXPERTS_ON_HOSTS = (0, 5, 21)
+"""The first version in which they were seen; 0.5.17 does not return them."""
 SAMPLER = "pytorch"
 """The sampling backend in whose place rlcore's sampler is: SGLang's build for the CPU takes no other."""
 SCHEDULER_LOG = "sglang.srt.managers.scheduler"
@@ -82,6 +84,24 @@ def _be_quiet() -> None:
 def check_version(version: str) -> None:
     """Check the version of SGLang as ``version_bounds.check_version`` does, with the bounds above."""
     version_bounds.check_version("SGLang", version, OLDEST, NEWEST)
+
+
+def check_experts_of_host(asked: str, version: str, device_name: str) -> None:
+    """Refuse to return the experts of tokens on a host by a version of which ``_pin_no_memory_of_hosts`` is no help.
+
+    Args:
+        asked: the argument of ``build()``.
+
+    Raises:
+        UnsupportedError: a version whose memory for them is pinned, which takes CUDA.
+    """
+    if version_bounds.numbers_of(version, 3) < _EXPERTS_ON_HOSTS:
+        first = ".".join(map(str, _EXPERTS_ON_HOSTS))
+        raise UnsupportedError(
+            f"{asked} on {device_name}",
+            f"SGLang {version} pins its memory for them, which takes CUDA; run: pip install 'sglang>={first}', or "
+            "sample by executor='hf', or on a GPU",
+        )
 
 
 # ------------------------------------------------------------------------------------------ the engine's process
@@ -242,7 +262,10 @@ def _meet_in(folder: str) -> None:
 
 
 def _pin_no_memory_of_hosts() -> None:
-    """Let an engine on a host keep the experts of tokens in plain memory: SGLang would pin it, which takes CUDA."""
+    """Let an engine on a host keep the experts of tokens in plain memory: SGLang would pin it, which takes CUDA.
+
+    Before 0.5.21 it asks torch for them, and not this table: see ``check_experts_of_host``.
+    """
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any) -> Tensor:

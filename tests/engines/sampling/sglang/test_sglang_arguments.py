@@ -71,6 +71,21 @@ def test_each_replica_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPat
     assert found == [7, 8, 9]
 
 
+def test_experts_of_a_host_are_refused_where_sglang_would_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = SimpleNamespace(name="cpu:0", spec=SimpleNamespace(is_host=True))
+    executor: Any = SimpleNamespace(context=None, device=host, _num_shards=1)
+    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
+    monkeypatch.setattr(executors, "engine_arguments", lambda *_: {})
+    monkeypatch.setattr(versions, "prepare", lambda *_: "0.5.20.post1")
+    told = (
+        r"^enable_return_routed_experts on cpu:0 is not supported: SGLang 0\.5\.20\.post1 pins its memory for them, "
+        r"which takes CUDA; run: pip install 'sglang>=0\.5\.21', or sample by executor='hf', or on a GPU$"
+    )
+    with pytest.raises(UnsupportedError, match=told):
+        SglangExecutor.build(executor, "model", enable_return_routed_experts=True)
+    versions.check_experts_of_host("it", "0.5.21", "cpu:0")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float"])
 def test_float32_on_a_gpu_is_refused_before_sglang_is_imported(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel of RMSNorm would fail in the scheduler, after minutes: "failed to dispatch data type Float"."""
