@@ -49,7 +49,7 @@ class Rollout:
 
 
 class Outcome(NamedTuple):
-    """What a run did."""
+    """Keeps what a run did."""
 
     before: float
     """The share of right greedy answers to held-out problems before the first step."""

@@ -1,4 +1,4 @@
-"""What modes that give the same bits cost on a GPU: ``python -m tests.engines.modes FILE``.
+"""Measures what modes that give the same bits cost on a GPU: ``python -m tests.engines.modes FILE``.
 
 The train engine with ``deterministic=True``: a step of a 1.5B and of a mixture of experts, twice from the same start.
 vLLM with ``batch_invariant=True``: a batch of a 1.5B, and whether a prompt's log-probs depend on its batch. Each engine

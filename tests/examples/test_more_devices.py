@@ -35,7 +35,7 @@ def run_here(settings: dict[str, str], *arguments: str) -> str:
 
 
 def steps(printed: str, route: str) -> list[str]:
-    """What was printed of each step, but for the way of the weights, which is checked."""
+    """Return what was printed of each step, and check the way of the weights, which is left out."""
     found = re.findall(r"^(step .*)  weights by (\w+)$", printed, re.MULTILINE)
     assert {by for _, by in found} == {route}, printed
     return [step for step, _ in found]

@@ -151,7 +151,7 @@ def test_large_tensors_and_captured_graphs_lose_nothing(
 def test_completions_have_the_experts_that_transformers_chooses(
     write_model: WriteModel, build_sglang: Callable[..., Any]
 ) -> None:
-    """Of a second request with the same beginning too, whose first tokens are in the prefix cache."""
+    """A second request with the same beginning has them too; its first tokens are in the prefix cache."""
     folder = write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"])
     model = model_of(folder)
     with build_sglang(folder, enable_return_routed_experts=True) as infer:

@@ -37,7 +37,7 @@ class Sglang:
         self.requests: dict[str, Any] = {}
         self.tokenizer_manager: Any = self
         self.about: dict[str, Any] = {}
-        """What it says of each output besides."""
+        """These are what it says of each output besides."""
 
     async def generate_request(self, request: Any) -> AsyncGenerator[Any, None]:
         self.requests[request.rid], self.tokens[request.rid] = request, []
