@@ -25,11 +25,11 @@ _GRACE_S = 5.0
 """After one worker failed, others may wait for it in a collective: how long they get to end by themselves."""
 STOP_S = 5.0
 """How long workers get to end in order before they are killed."""
-_LONGEST_WAIT_S = 60.0
 _MOST_NOTES = 7
 """The number of other ranks whose errors are shown; nobody reads those of hundreds."""
 _LOOK_S = 0.5
-"""How often workers are looked at that may be stopped."""
+"""How long a call waits at a time. A Ctrl-C that another thread takes, or that comes just before the wait, is seen only
+after it; and so are workers that are stopped."""
 sending = threading.RLock()
 """Held while all workers of a group are sent one call: processes that several groups share get the calls in one order,
 so that their collectives cannot cross."""
@@ -177,16 +177,16 @@ class WorkerGroup:
         for future in futures:
             future.add_done_callback(inbox.put)
         unanswered = set(futures)
-        longest_wait_s, running_until = _LOOK_S if ends_stopped else _LONGEST_WAIT_S, time.monotonic()
+        running_until = time.monotonic()
         while unanswered:
-            item = self._next(inbox, futures, longest_wait_s)
+            item = self._next(inbox, futures)
             if item is None:
                 present = self._present(futures)
                 if any(current.remaining_s <= 0 for current in present.values()):
                     raise self._timeout(method, present, futures)
-                if not any(self.workers[rank].is_stopped for rank in present):
+                if not ends_stopped or not any(self.workers[rank].is_stopped for rank in present):
                     running_until = time.monotonic()
-                elif ends_stopped and time.monotonic() - running_until > STOP_S:
+                elif time.monotonic() - running_until > STOP_S:
                     raise self._timeout(method, present, futures, STOP_S)
             elif not isinstance(item, Future):
                 item()
@@ -196,16 +196,14 @@ class WorkerGroup:
                 raise self._failure(futures)
         return [future.result() for future in futures]
 
-    def _next(
-        self, inbox: _Inbox, futures: list[Future[Any]], longest_wait_s: float
-    ) -> Future[Any] | Callable[[], None] | None:
-        """Return the next answer or event; None if none came while the present calls had time left."""
+    def _next(self, inbox: _Inbox, futures: list[Future[Any]]) -> Future[Any] | Callable[[], None] | None:
+        """Return the next answer or event; None if none came for ``_LOOK_S``, or while the present calls had time."""
         with contextlib.suppress(queue.Empty):  # answers that are here need no look at hundreds of workers
             return inbox.get_nowait()
         # Without a present call its answer is being read, and will wake this up.
-        patience_s = min((current.remaining_s for current in self._present(futures).values()), default=longest_wait_s)
+        patience_s = min((current.remaining_s for current in self._present(futures).values()), default=_LOOK_S)
         with contextlib.suppress(queue.Empty):
-            return inbox.get(timeout=min(longest_wait_s, max(0.0, patience_s)))
+            return inbox.get(timeout=min(_LOOK_S, max(0.0, patience_s)))
         return None
 
     def _present(self, futures: list[Future[Any]]) -> dict[int, CurrentCall]:

@@ -77,6 +77,15 @@ def grown(phase: PhaseMemory) -> int:
     return sum(size for name, size in phase.parts.items() if name not in {"weights", "optimizer"})
 
 
+def workspace(options: dict[str, Any]) -> int:
+    """Return what oneDNN may take beside tensors, which no plan of a host counts.
+
+    On a processor without instructions for bfloat16 it holds a product's result in float32 until it is rounded; the
+    largest one is the logits.
+    """
+    return 4 * MAX_TOKENS * SIZES["vocab_size"] if options.get("compute_dtype") == "bfloat16" else 0
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_two_processes")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -96,4 +105,6 @@ def test_a_rank_takes_what_is_planned(options: dict[str, Any]) -> None:
     recompute = options.get("activation_checkpointing", False)
     plan = plan_step(traces, StepLayout(count=2, recompute=recompute, max_tokens=MAX_TOKENS), None)
     for phase, real in zip(plan.phases, measured, strict=True):
-        assert LEAST * real <= grown(phase) <= MOST * real, (phase.name, grown(phase), real)
+        planned = grown(phase)
+        assert LEAST * real <= planned + workspace(options), (phase.name, planned, real)
+        assert planned <= MOST * real, (phase.name, planned, real)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_a_worker_is_told_that_its_caller_was_interrupted(join_group: Any) -> No
         assert ask(group, "told") == [[False, True]] * 2, "the workers live on"
         assert time.monotonic() - started < LONG_S / 2
         assert ask(group, "work", 0.01) == [False, False], "it is said of one call"
+
+
+def test_a_ctrl_c_that_does_not_end_the_wait_is_seen_soon(join_group: Any) -> None:
+    """As one that comes between the interpreter's look at signals and its wait: another thread takes this one."""
+    timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+    with join_group(Worker) as group:
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            ask(group, "work", LONG_S)
+        assert time.monotonic() - started < LONG_S / 4
 
 
 def interrupt_next_call(group: WorkerGroup) -> None:
