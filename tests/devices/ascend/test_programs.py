@@ -57,8 +57,8 @@ def rewards(outputs, red, original=count_squares.rewards):
 count_squares.Policy.on_weights_materialized, count_squares.rewards = on_weights_materialized, rewards
 count_squares.main()
 """
-"""The program with an optimizer that moves a weight little where its gradient is nothing but rounding. The program's own
-moves it as far as any other, and after ten steps log-probabilities are up to 0.004 apart, which is a token in some."""
+"""The program with an optimizer that moves a weight little where its gradient is nothing but rounding. Its own moves it
+as far as any other, and after ten steps log-probabilities are up to 0.004 apart: on some processor another token."""
 
 
 def test_the_program_with_images_learns_as_on_the_cpu(run_simulated: Any) -> None:
