@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlcore.engines.sampling.completion import Completion
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, one_line
 
 Message = Mapping[str, Any]
 _MARK = "\u2063answer\u2063"
@@ -66,9 +66,12 @@ class ConversationReader:
         return behind.removeprefix(stop)
 
     def _text(self, messages: Sequence[Message], tools: Any, *, begins_answer: bool = False) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=begins_answer, **self._options
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=begins_answer, **self._options
+            )
+        except Exception as error:  # of Jinja, of the template itself, or of transformers
+            raise InvalidInputError(f"the chat template cannot write these messages: {one_line(error)}") from error
         return text
 
     def _tokens(self, text: str) -> list[int]:
