@@ -106,7 +106,7 @@ def shared_memory(pids: list[int]) -> set[MemoryFile]:
     found: set[MemoryFile] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():  # any bytes as paths
                 if " /dev/shm/" in line:
                     device, inode = line.split(maxsplit=5)[3:5]
                     found.add((device, int(inode)))

@@ -61,7 +61,8 @@ def family_of(pid: int) -> set[int]:
 def _stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/<pid>/stat from the state on; None if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any bytes as its name
+        return text.rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
 

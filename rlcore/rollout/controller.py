@@ -18,11 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, MAPPING, SECONDS, TEXT, WHOLE_FROM_0, Kind, optional, takes
-from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
-from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.conversation import reader_of
 from rlcore.rollout.direct_episodes import DirectEpisodes
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.episode_queue import EpisodeQueue
@@ -129,7 +128,6 @@ class RolloutController:
         self._bound.set_version(max(engine.version for engine in engines))
         self._pacing = Pacing(self._bound) if pacing else None
         self._workflow, self._accept = workflow, accept
-        self._chat = tokenizer, chat_template, template_options
         self._max_failures_in_row = max_failures_in_row
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
@@ -149,7 +147,7 @@ class RolloutController:
         self._runner = EpisodeRunner(
             self._fleet,
             defaults=defaults,
-            reader=self._reader,
+            reader=reader_of(tokenizer, engines[0], chat_template=chat_template, options=template_options),
             episode_timeout_s=episode_timeout_s,
             on_end=self._note_end,
         )
@@ -203,7 +201,9 @@ class RolloutController:
                     )
                 with self._changed:
                     if chosen := self._bound.choose(wanted):  # else another thread was given them
-                        return self._given(chosen)
+                        episodes = self._episodes.give(chosen)
+                        self._start_due()
+                        return episodes
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
         """As ``wait``, for a program with an event loop of its own."""
@@ -434,7 +434,6 @@ class RolloutController:
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
-        self._refuse_other_version("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
@@ -463,11 +462,6 @@ class RolloutController:
                 f"({self._bound.batch_size}) the number of episodes that each version is trained on"
             )
         return f"only {coming} episodes were submitted and not given yet; submit() more"
-
-    def _given(self, chosen: list[int]) -> list[Episode]:
-        episodes = self._episodes.give(chosen)
-        self._start_due()
-        return episodes
 
     def _run_now(
         self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
@@ -533,13 +527,6 @@ class RolloutController:
             _log.warning(
                 "%d episodes in a row were rejected, by the workflow or by accept; others take their place", in_row
             )
-
-    def _reader(self) -> ConversationReader:
-        tokenizer, template, options = self._chat
-        if tokenizer is None:
-            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))
-            self._chat = tokenizer, template, options
-        return ConversationReader(tokenizer, chat_template=template, options=options)
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from rlcore.process import status
 from rlcore.process.endings import CONNECTION_LOST, crash_report, how_it_ended
 from rlcore.process.framing import read_message, write_message
+from rlcore.process.guard import shared_memory
 from rlcore.process.memory_kills import MemoryKills
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
@@ -199,6 +201,17 @@ def test_counts_of_a_group_that_has_gone_are_no_error(tmp_path: Path) -> None:
     kills = MemoryKills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
     shutil.rmtree(tmp_path / "pod")
     assert kills.explanation().startswith("sent by somebody")
+
+
+def test_processes_whose_name_and_memory_have_bytes_that_are_no_text_are_seen(tmp_path: Path) -> None:
+    program = os.path.join(os.fsencode(tmp_path), b"\xff\xfe")
+    shutil.copy(shutil.which("sleep") or "", program)
+    with subprocess.Popen([program, "60"]) as process:
+        try:
+            assert process.pid in status.family_of(os.getpid())
+            assert shared_memory([process.pid]) == set()
+        finally:
+            process.kill()
 
 
 def test_a_process_has_a_name_that_no_other_has_on_any_host(monkeypatch: pytest.MonkeyPatch) -> None:

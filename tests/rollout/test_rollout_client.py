@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ import torch
 from rlcore.engines.sampling.completion import Completion, RequestOutput, VersionSpan
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import decoupled_ppo, group_advantage
-from rlcore.rollout import Grouped, MultiTurn, RolloutClient, SingleTurn, Trajectory, collate_trajectories
+from rlcore.rollout import (
+    Grouped,
+    MultiTurn,
+    RolloutClient,
+    SingleTurn,
+    Trajectory,
+    collate_trajectories,
+    conversation,
+)
 from rlcore.rollout.conversation import ConversationReader
 from rlcore.rollout.workflow import Workflow
 from tests.accuracy import assert_within_rounding
@@ -192,6 +201,22 @@ def test_what_would_change_an_answer_unseen_is_refused(tokenizer: Any) -> None:
         ConversationReader(tokenizer)
     with pytest.raises(InvalidInputError, match="the model folder has none; give tokenizer="):
         ConversationReader(None)
+
+
+def test_without_a_tokenizer_the_first_chat_reads_that_of_the_model_folder(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(conversation, "check_model_folder", lambda path: read.append(path) or path)
+    monkeypatch.setattr(conversation, "load_tokenizer", lambda folder: tokenizer)
+    engine: Any = SimpleNamespace(path="folder")
+    messages, prompts = [{"role": "user", "content": "q"}], []
+    for given in (tokenizer, None):
+        make = conversation.reader_of(given, engine, chat_template=TEMPLATE, options=None)
+        assert read == []
+        prompts += [make().prompt(messages, None) for _ in range(2)]
+    assert read == ["folder"]
+    assert prompts[1:] == prompts[:-1] and tokenizer.decode(prompts[0]).startswith("<u>q")
 
 
 def test_rewards_of_one_answer_of_a_group_and_of_groups_of_episodes(tokenizer: Any) -> None:
