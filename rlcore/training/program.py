@@ -269,7 +269,7 @@ class TrainProgram:
 def _workflow_of(config: TrainConfig, home: Path) -> Workflow:
     """Return the workflow that the function of ``rollout.workflow`` makes."""
     reference = str(config.rollout.workflow)
-    workflow = result_of(reference, function_of(reference, home), config)
+    workflow: Workflow = result_of(reference, function_of(reference, home), config)
     if not WORKFLOW.has(workflow):
         raise InvalidInputError(f"{reference} must return {WORKFLOW.words} got {workflow!r:.100}")
     return workflow
