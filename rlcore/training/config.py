@@ -114,7 +114,7 @@ class RolloutSection(Section):
 
 
 class _EngineSection(Section):
-    """Of an engine: ``options`` has what no field is for."""
+    """An engine: ``options`` has what no field is for."""
 
     options: dict[str, Any]
 
