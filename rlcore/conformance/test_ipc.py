@@ -266,6 +266,8 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         return {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "descriptors of the peer": len(os.listdir(f"/proc/{peer.pid}/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "threads of the peer": len(os.listdir(f"/proc/{peer.pid}/task")),
             "exports": len(device.memory.ledger()),
             "allocated bytes": device.memory.stats().allocated_bytes,
             "files of shared memory": makers.count(os.getpid()) + makers.count(peer.pid),

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
-from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
+from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, MAPPING, SECONDS, TEXT, WHOLE_FROM_0, Kind, optional, takes
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
-from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.conversation import reader_of
 from rlcore.rollout.direct_episodes import DirectEpisodes
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.episode_queue import EpisodeQueue
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from rlcore.engines.train import TrainEngine
     from rlcore.types import SyncReport
 
+_log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_MANY_REJECTIONS = 64
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 
@@ -77,10 +79,14 @@ class RolloutController:
     @takes(
         "RolloutController",
         workflow=WORKFLOW,
+        batch_size=COUNT,
+        max_staleness=WHOLE_FROM_0,
         pacing=FLAG,
+        max_concurrent=optional(COUNT),
+        tokenizer=optional(Kind("a tokenizer of transformers", lambda value: hasattr(value, "apply_chat_template"))),
         accept=optional(Kind("a function", callable)),
         chat_template=optional(TEXT),
-        template_options=optional(kind_of("a mapping", Mapping)),
+        template_options=optional(MAPPING),
         episode_timeout_s=SECONDS,
         max_in_flight=optional(COUNT),
         lent=optional(Kind("a LentDevices", lambda value: isinstance(value, LentDevices))),
@@ -113,11 +119,15 @@ class RolloutController:
                 "RolloutController(lent=) needs max_in_flight=, the most prompts that one engine has at a time: only "
                 "what waits for room goes to devices that are lent"
             )
+        if lent is not None and lent.infer in engines:
+            raise InvalidInputError(
+                "RolloutController(lent=) lends to an engine of its own, and this one is among those of infer; build "
+                "another with colocate_with=train"
+            )
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
         self._pacing = Pacing(self._bound) if pacing else None
         self._workflow, self._accept = workflow, accept
-        self._chat = tokenizer, chat_template, template_options
         self._max_failures_in_row = max_failures_in_row
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
@@ -137,7 +147,7 @@ class RolloutController:
         self._runner = EpisodeRunner(
             self._fleet,
             defaults=defaults,
-            reader=self._reader,
+            reader=reader_of(tokenizer, engines[0], chat_template=chat_template, options=template_options),
             episode_timeout_s=episode_timeout_s,
             on_end=self._note_end,
         )
@@ -191,7 +201,9 @@ class RolloutController:
                     )
                 with self._changed:
                     if chosen := self._bound.choose(wanted):  # else another thread was given them
-                        return self._given(chosen)
+                        episodes = self._episodes.give(chosen)
+                        self._start_due()
+                        return episodes
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
         """As ``wait``, for a program with an event loop of its own."""
@@ -422,7 +434,6 @@ class RolloutController:
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
-        self._refuse_other_version("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
@@ -451,11 +462,6 @@ class RolloutController:
                 f"({self._bound.batch_size}) the number of episodes that each version is trained on"
             )
         return f"only {coming} episodes were submitted and not given yet; submit() more"
-
-    def _given(self, chosen: list[int]) -> list[Episode]:
-        episodes = self._episodes.give(chosen)
-        self._start_due()
-        return episodes
 
     def _run_now(
         self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
@@ -507,6 +513,7 @@ class RolloutController:
         with self._changed:
             is_direct = self._direct.has(end.episode.number)
             self._episodes.end(end, is_direct=is_direct)
+            self._warn_of_rejections(self._episodes.rejections_in_row)
             if end.outcome == "cancelled":
                 return
             if is_direct:
@@ -514,12 +521,12 @@ class RolloutController:
             self._changed.notify_all()
         self._start_queued()
 
-    def _reader(self) -> ConversationReader:
-        tokenizer, template, options = self._chat
-        if tokenizer is None:
-            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))
-            self._chat = tokenizer, template, options
-        return ConversationReader(tokenizer, chat_template=template, options=options)
+    def _warn_of_rejections(self, in_row: int) -> None:
+        """Say it after 64, 128, 256, ...: who rejects all waits for ever."""
+        if in_row >= _MANY_REJECTIONS and in_row.bit_count() == 1:
+            _log.warning(
+                "%d episodes in a row were rejected, by the workflow or by accept; others take their place", in_row
+            )
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:
