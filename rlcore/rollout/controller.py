@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
+from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, MAPPING, SECONDS, TEXT, WHOLE_FROM_0, Kind, optional, takes
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from rlcore.engines.train import TrainEngine
     from rlcore.types import SyncReport
 
+_log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_MANY_REJECTIONS = 64
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 
@@ -76,10 +79,14 @@ class RolloutController:
     @takes(
         "RolloutController",
         workflow=WORKFLOW,
+        batch_size=COUNT,
+        max_staleness=WHOLE_FROM_0,
         pacing=FLAG,
+        max_concurrent=optional(COUNT),
+        tokenizer=optional(Kind("a tokenizer of transformers", lambda value: hasattr(value, "apply_chat_template"))),
         accept=optional(Kind("a function", callable)),
         chat_template=optional(TEXT),
-        template_options=optional(kind_of("a mapping", Mapping)),
+        template_options=optional(MAPPING),
         episode_timeout_s=SECONDS,
         max_in_flight=optional(COUNT),
         lent=optional(Kind("a LentDevices", lambda value: isinstance(value, LentDevices))),
@@ -111,6 +118,11 @@ class RolloutController:
             raise InvalidInputError(
                 "RolloutController(lent=) needs max_in_flight=, the most prompts that one engine has at a time: only "
                 "what waits for room goes to devices that are lent"
+            )
+        if lent is not None and lent.infer in engines:
+            raise InvalidInputError(
+                "RolloutController(lent=) lends to an engine of its own, and this one is among those of infer; build "
+                "another with colocate_with=train"
             )
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
@@ -501,12 +513,20 @@ class RolloutController:
         with self._changed:
             is_direct = self._direct.has(end.episode.number)
             self._episodes.end(end, is_direct=is_direct)
+            self._warn_of_rejections(self._episodes.rejections_in_row)
             if end.outcome == "cancelled":
                 return
             if is_direct:
                 self._direct.note_end(end)
             self._changed.notify_all()
         self._start_queued()
+
+    def _warn_of_rejections(self, in_row: int) -> None:
+        """Say it after 64, 128, 256, ...: who rejects all waits for ever."""
+        if in_row >= _MANY_REJECTIONS and in_row.bit_count() == 1:
+            _log.warning(
+                "%d episodes in a row were rejected, by the workflow or by accept; others take their place", in_row
+            )
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:

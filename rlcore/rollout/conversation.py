@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.engines.sampling.completion import Completion
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, one_line
 
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
@@ -71,9 +71,12 @@ class ConversationReader:
         return behind.removeprefix(stop)
 
     def _text(self, messages: Sequence[Message], tools: Any, *, begins_answer: bool = False) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=begins_answer, **self._options
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=begins_answer, **self._options
+            )
+        except Exception as error:  # of Jinja, of the template itself, or of transformers
+            raise InvalidInputError(f"the chat template cannot write these messages: {one_line(error)}") from error
         return text
 
     def _tokens(self, text: str) -> list[int]:

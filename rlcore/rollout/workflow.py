@@ -96,10 +96,7 @@ class SingleTurn(Workflow):
             return await _together(found) if any(map(inspect.isawaitable, found)) else found
         if not self._is_group_reward:
             return await _together(_called(self._pool, self._reward, data, text) for text in texts)
-        rewards = list(await _called(self._pool, self._reward, data, texts))
-        if len(rewards) != len(texts):
-            raise InvalidInputError(f"the group reward gave {len(rewards)} rewards for {len(texts)} completions")
-        return rewards
+        return _one_each(await _called(self._pool, self._reward, data, texts), len(texts), "completions")
 
 
 class MultiTurn(Workflow):
@@ -200,7 +197,7 @@ class Grouped(Workflow):
             return None
         rewards = [group[-1].reward for group in groups]
         if self._group_reward is not None:
-            rewards = list(self._group_reward(data, rewards))
+            rewards = _one_each(self._group_reward(data, rewards), len(groups), "episodes")
         return [replace(one, reward=reward) for group, reward in zip(groups, rewards, strict=True) for one in group]
 
 
@@ -234,6 +231,15 @@ async def _called(pool: RewardPool | None, function: Callable[..., Any], *args: 
         return await pool(function, *args)
     found = function(*args)
     return await found if inspect.isawaitable(found) else found
+
+
+def _one_each(rewards: Any, wanted: int, what: str) -> list[float]:
+    """Return the rewards of a group as a list of as many as ``wanted``."""
+    if not isinstance(rewards, Iterable) or len(found := list(rewards)) != wanted:
+        raise InvalidInputError(
+            f"a group reward must give {wanted} rewards, one for each of the {what}; got {rewards!r:.200}"
+        )
+    return found
 
 
 def _prompt_of(data: Any) -> PromptLike:

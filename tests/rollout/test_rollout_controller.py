@@ -8,7 +8,9 @@ import gc
 import json
 import logging
 import random
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,9 +57,26 @@ class Acts(Workflow):
                 return None
             case "hang":
                 await asyncio.Event().wait()
+            case "exit":
+                sys.exit("planted")
+            case "exit in a task":
+                await asyncio.create_task(exits())
+            case "cancel":
+                raise asyncio.CancelledError
             case "lie":
                 return "no trajectory"
         return client.trajectories()
+
+
+async def exits() -> None:
+    sys.exit("planted")
+
+
+class Computes:
+    """A workflow that awaits nothing."""
+
+    def run_episode(self, client: RolloutClient, data: Any) -> int:
+        return 3
 
 
 @contextmanager
@@ -248,7 +267,37 @@ def test_an_episode_that_fails_is_dropped_and_counted_and_another_comes_in_its_p
     assert min(stats.failed, stats.rejected, stats.timed_out) >= 1 and stats.given == 4
     assert stats.tokens_discarded >= stats.failed + stats.timed_out and stats.tokens_rejected == stats.rejected
     assert "ValueError: planted; item 'raise'" in caplog.text
+    assert "timed_out: RolloutTimeoutError: it took longer than episode_timeout_s=0.2; item 'hang'" in caplog.text
     assert "must return a Trajectory, a list of them, or None to reject; got 'no trajectory'" in caplog.text
+
+
+def test_who_rejects_all_is_told_so_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    items = ["reject"]
+    with caplog.at_level(logging.WARNING), controller(workflow=Acts()) as rollout:
+        while rollout.stats.rejected < 256:
+            with pytest.raises(RolloutTimeoutError):
+                rollout.prepare_batch(items, timeout_s=0.05)
+    told = [line for line in caplog.messages if "in a row were rejected, by the workflow or by accept; others " in line]
+    assert [int(line.split()[0]) for line in told][:3] == [64, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "item", "told"),
+    [
+        (Acts(), "exit", "SystemExit: planted"),
+        (Acts(), "exit in a task", "SystemExit: planted"),
+        (Acts(), "cancel", "RolloutError: the workflow has cancelled itself"),
+        (Computes(), "compute", "InvalidInputError: run_episode() must be `async def`; it returned 3"),
+    ],
+)
+def test_a_workflow_that_ends_in_an_odd_way_has_failed_and_stops_nothing(workflow: Any, item: str, told: str) -> None:
+    with controller(workflow=workflow, max_failures_in_row=2) as rollout:
+        for _ in range(2):
+            with pytest.raises(RolloutError, match=f"none of 2 episodes ended well: {re.escape(told)}"):
+                rollout.rollout_batch([item] * 2)
+        with pytest.raises(RolloutError, match=f"have failed in a row, the last one with {re.escape(told)}"):
+            rollout.prepare_batch([item])
+        assert len(rollout.evaluate(["good"], Acts())) == 1
 
 
 def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
