@@ -237,7 +237,7 @@ def _named(pattern: str, seconds: Mapping[str, float]) -> dict[str, Quantity]:
 # ------------------------------------------------------------------------------------------------------ cases
 
 
-class _Agreement:
+class _SameSums:
     """Holds what the ways left in vLLM against each other."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class _Agreement:
 
 
 def _contenders(pair: VllmPair, ways: Ways) -> Iterator[Contender]:
-    agreement, is_one_by_one_slow = _Agreement(), pair.num_names > _MOST_NAMES_ONE_BY_ONE
+    same_sums, is_one_by_one_slow = _SameSums(), pair.num_names > _MOST_NAMES_ONE_BY_ONE
     runs = {"turn": ways.turn, "again": ways.again, "packed": ways.packed, "nothing_new": ways.nothing_new}
     if pair.layout.devices == 1:
         for name, is_packed in (("vllm_ipc", False), ("vllm_ipc_packed", True)):
@@ -273,7 +273,7 @@ def _contenders(pair: VllmPair, ways: Ways) -> Iterator[Contender]:
             name,
             most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,
             run=run,
-            check=agreement.check_again if name == "again" else agreement.check,
+            check=same_sums.check_again if name == "again" else same_sums.check,
             seconds=lambda done: done.seconds,
             quantities=lambda done: done.quantities,
         )
