@@ -164,6 +164,8 @@ COMMANDS = [
     ("devices cpu:x", "a device is 'name' or 'name:index', such as 'cuda:1'; got 'cpu:x'"),
     ("devices ''", "no device ''; registered: cpu, cuda, npu"),
     ("ps --kill 1", "no worker process has the id 1; living: "),
+    ("ps --address ray://a:1", "address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got 'ray://a:1'"),
+    ("plan --train 1 --address ray://a:1", "address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got 'r"),
     ("ps --kill 99999999", "no worker process has the id 99999999; living: "),
     ("plan --train 2 --host a=tpu:2", "no device 'tpu'; registered: cpu, cuda, npu. See `rlcore devices`."),
     ("plan --train 2 --host a=cuda:2 --device tpu", "no device 'tpu'; registered: cpu, cuda, npu. See `rlcore devic"),
