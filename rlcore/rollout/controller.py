@@ -197,7 +197,7 @@ class RolloutController:
                 if not self._waiting.until(is_ready, left_s):
                     raise RolloutTimeoutError(
                         f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
-                        f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"
+                        f"{len(self._bound.running)} run{self._failures()}; call it again, or give a longer timeout_s"
                     )
                 with self._changed:
                     if chosen := self._bound.choose(wanted):  # else another thread was given them
@@ -247,7 +247,7 @@ class RolloutController:
     def rollout_episodes(self, items: Sequence[Any], timeout_s: float | None = None) -> list[Episode]:
         """Return the episodes that ``rollout_batch`` makes a batch of."""
         with self._trainer_does("wait"):
-            episodes = self._run_now(items, timeout_s, self._workflow, self._accept)
+            episodes = self._run_now("rollout_batch()", items, timeout_s, self._workflow, self._accept)
         with self._changed:
             self._episodes.count_given(episodes)
         return episodes
@@ -264,7 +264,7 @@ class RolloutController:
             workflow: None takes the controller's.
         """
         with self._trainer_does("evaluate"):
-            return self._run_now(items, timeout_s, workflow or self._workflow, None)
+            return self._run_now("evaluate()", items, timeout_s, workflow or self._workflow, None)
 
     # --------------------------------------------------------------------------------- pause and weights
 
@@ -284,6 +284,7 @@ class RolloutController:
         Sequences that are under way stay as they are, and go on afterwards. After a weight sync of your own call
         ``set_version`` inside.
         """
+        self._check_open("generation_paused()")
         with self._fleet.paused() as engines:
             yield engines
 
@@ -302,6 +303,7 @@ class RolloutController:
         Returns:
             What ``train.sync_weights`` does.
         """
+        self._check_open("update_weights()")
         wanted = self._bound.version + 1 if version is None else version
         if type(wanted) is not int or wanted < self._bound.version:
             raise InvalidInputError(
@@ -396,7 +398,7 @@ class RolloutController:
         """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing.
 
         Raises:
-            TimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
+            RolloutTimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
         """
         with self._changed:
             if self._is_closed:
@@ -461,21 +463,26 @@ class RolloutController:
                 f"{self._bound.max_staleness} lets no more begin; call update_weights(), or make batch_size "
                 f"({self._bound.batch_size}) the number of episodes that each version is trained on"
             )
-        return f"only {coming} episodes were submitted and not given yet; submit() more"
+        return f"only {coming} episodes were submitted and not given yet{self._failures()}; submit() more"
+
+    def _failures(self) -> str:
+        if not (in_row := self._episodes.failures_in_row):
+            return ""
+        return f" ({in_row} have failed in a row, the last one with {self._episodes.last_failure_in_words()})"
 
     def _run_now(
-        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
+        self, what: str, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
     ) -> list[Episode]:
         with self._changed:
-            self._check_open("rollout_batch()")
-            self._refuse_other_version("rollout_batch()")
+            self._check_open(what)
+            self._refuse_other_version(what)
             if self._is_paused:
-                raise StateError("rollout_batch() is refused while the controller is paused; call resume()")
+                raise StateError(f"{what} is refused while the controller is paused; call resume()")
             if not items:
-                raise InvalidInputError("rollout_batch() needs at least one item, got none")
+                raise InvalidInputError(f"{what} needs at least one item, got none")
 
         def check() -> None:
-            self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
+            self._check_open(what)  # its episodes are cancelled by close(), without a result
             if error := self._fleet.why_none():
                 raise error
 

@@ -103,9 +103,15 @@ class EpisodeRunner:
         """Cancel all episodes, wait for their ends, and end the thread.
 
         Raises:
-            TimeoutError: an episode has not ended within ``timeout_s``.
+            RolloutTimeoutError: an episode has not ended within ``timeout_s``.
         """
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout_s)
+        try:
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout_s)
+        except TimeoutError as error:
+            raise RolloutTimeoutError(
+                f"episodes that close() cancelled go on after {timeout_s:g} s; a workflow must await, and not compute, "
+                "and let asyncio.CancelledError through"
+            ) from error
         self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)

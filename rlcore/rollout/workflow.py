@@ -137,7 +137,7 @@ class MultiTurn(Workflow):
             raise InvalidInputError("MultiTurn samples one answer a turn; for several conversations wrap it: Grouped()")
         self._reward, self._tools, self._max_turns, self._pool = reward, dict(tools), max_turns, pool
         self._descriptions = list(tool_descriptions or (_description(name, tools[name]) for name in tools))
-        self._params, self._messages = dict(sampling_params or {}), messages or (lambda data: data["messages"])
+        self._params, self._messages = dict(sampling_params or {}), messages or _messages_of
 
     async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
         messages = list(self._messages(data))
@@ -243,16 +243,28 @@ def _one_each(rewards: Any, wanted: int, what: str) -> list[float]:
 
 
 def _prompt_of(data: Any) -> PromptLike:
-    try:
-        prompt: PromptLike = data["prompt"]
-    except (TypeError, KeyError, IndexError) as error:
-        raise InvalidInputError(
-            f"an item needs a 'prompt', or give prompt=, a function of it; got {data!r:.200}"
-        ) from error
+    prompt: PromptLike = _entry(data, "prompt")
     return prompt
 
 
+def _messages_of(data: Any) -> Sequence[Mapping[str, Any]]:
+    messages: Sequence[Mapping[str, Any]] = _entry(data, "messages")
+    return messages
+
+
+def _entry(data: Any, name: str) -> Any:
+    try:
+        return data[name]
+    except (TypeError, KeyError, IndexError) as error:
+        raise InvalidInputError(
+            f"an item needs a {name!r}, or give {name}=, a function of it; got {data!r:.200}"
+        ) from error
+
+
 def _description(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = {one: {"type": "string"} for one in inspect.signature(function).parameters}
+    try:
+        parameters = {one: {"type": "string"} for one in inspect.signature(function).parameters}
+    except ValueError as error:  # of a function that is written in C
+        raise InvalidInputError(f"MultiTurn needs tool_descriptions= for the tool {name!r}: {error}") from error
     about = {"name": name, "description": inspect.getdoc(function) or name}
     return {"type": "function", "function": about | {"parameters": {"type": "object", "properties": parameters}}}

@@ -307,6 +307,42 @@ def test_a_workflow_that_ends_in_an_odd_way_has_failed_and_stops_nothing(workflo
         assert len(rollout.evaluate(["good"], Acts())) == 1
 
 
+def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.rollout.controller._CLOSE_S", 0.05)
+    began, may_end = threading.Event(), threading.Event()
+
+    class Blocks(Workflow):
+        async def run_episode(self, client: RolloutClient, data: Any) -> None:
+            began.set()
+            may_end.wait()
+
+    rollout = RolloutController(SimulatedEngine(), Blocks(), batch_size=4)
+    rollout.submit(1)
+    began.wait()
+    with pytest.raises(
+        RolloutTimeoutError, match=r"episodes that close\(\) cancelled go on after 0.05 s; a workflow must"
+    ):
+        rollout.close()
+    may_end.set()
+
+
+def test_a_wait_says_what_failed() -> None:
+    with controller(workflow=Acts()) as rollout:
+        rollout.submit("raise")
+        until(lambda: rollout.stats.failed)
+        failed = re.escape("(1 have failed in a row, the last one with ValueError: planted)")
+        with pytest.raises(RolloutTimeoutError, match=f"0 run {failed}; call it again"):
+            rollout.wait(1, timeout_s=0)
+        with pytest.raises(StateError, match=f"not given yet {failed}; submit"):
+            rollout.wait(1)
+
+
+def test_an_iterator_has_one_pass() -> None:
+    told = "has no items left: an iterator has one pass; give a list"
+    with controller(batch_size=2) as rollout, pytest.raises(InvalidInputError, match=told):
+        rollout.prepare_batch(iter([1]))
+
+
 def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
     with controller(workflow=Acts(), max_failures_in_row=6) as rollout:
         with pytest.raises(
