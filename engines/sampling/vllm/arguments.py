@@ -53,7 +53,7 @@ def engine_arguments(given: Mapping[str, Any], folder: ModelFolder, context: Wor
     if device.spec.is_host and "max_num_batched_tokens" not in given:
         given = _ON_A_HOST | dict(given)
     size = context.world_size if is_rank else len(context.devices)
-    replica = int(os.environ["RANK"]) // size if is_rank else context.rank
+    replica = _rank_of_torchrun() // size if is_rank else context.rank
     arguments = {
         "model": os.fspath(folder.path),
         "skip_tokenizer_init": not folder.reads_images,  # vLLM's processors of images ask for a tokenizer
@@ -90,6 +90,11 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
     given = {name: value for name, value in given.items() if name != BATCH_INVARIANT}
     package = package_folder("vllm", python, "vllm")
     refuse_unknown(given, fields_of(package / "engine" / "arg_utils.py", "EngineArgs") if package else [], "vLLM")
+
+
+def _rank_of_torchrun() -> int:
+    # Not in engine_arguments, whose keys the tests take for arguments of vLLM.
+    return int(os.environ["RANK"])
 
 
 def _weight_bytes(folder: ModelFolder, dtype: str) -> int:
