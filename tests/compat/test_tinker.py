@@ -265,6 +265,7 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: client.sample(nothing, 1, types.SamplingParams()), InvalidInputError, "a ModelInput with tokens as p"),
         (lambda: client.sample([1], 1, types.SamplingParams()), InvalidInputError, "a ModelInput with tokens as p"),
         (lambda: client.sample(prompt, 1, {"max_tokens": 1}), InvalidInputError, "takes SamplingParams as sampling_p"),
+        (lambda: client.sample(prompt, 1, types.SamplingParams(stop=[None])), InvalidInputError, "token ids, each at"),
         (lambda: client.compute_logprobs(nothing), InvalidInputError, "a ModelInput with tokens as prompt"),
         (lambda: training.forward_backward(short, "ppo"), InvalidInputError, "takes a list of Datum as data, got D"),
         (lambda: training.forward_backward([{}], "ppo"), InvalidInputError, "takes a list of Datum as data, got "),
