@@ -1,4 +1,8 @@
-"""TTRL (arXiv:2504.16084): no answer is known; the one that most samples agree on is taken for right."""
+"""TTRL (arXiv:2504.16084): no answer is known; the one that most samples agree on is taken for right.
+
+As in the paper, the problems of the test are those it trains on. What rises is the share of right answers among
+sampled ones: each is drawn towards the majority.
+"""
 
 from collections import Counter
 
@@ -11,7 +15,10 @@ from rlcore.quickstart import task
 class TTRL(Algorithm):
     """Test-time reinforcement learning by majority vote."""
 
-    imitation = 150
+    # A vote must be right for most problems, of each kind. Where it is not, wrong answers spread to other problems, and
+    # they do so sooner the larger the rate.
+    imitation, samples, rate = 250, 16, 3e-5
+    temperature = 1.0
 
     def teacher(self, run: Run, problems: list[task.Problem]) -> list[str]:
         """Return right answers, which are imitated for a short time only.
@@ -19,6 +26,10 @@ class TTRL(Algorithm):
         A vote finds the right answer where mistakes differ. Pupils of the teacher that forgets carries make the same.
         """
         return [task.answer_text(problem) for problem in problems]
+
+    def begin(self, run: Run) -> None:
+        """Train from here on on the problems that are scored, whose answers nobody has seen."""
+        run.training = run.held_out
 
     def rollout(self, run: Run) -> Rollout:
         sampled = run.sample(run.num_problems)
