@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NO_GPU := not gpu and not multigpu and not vllm and not sglang
+SGLANG_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest
+SGLANG_MARKED := -m "sglang and not gpu" --never-skip sglang
 OFTEN := $(NO_GPU) and not npu_sim and not slow and not ray
 
 # What pip would compile with one process and in twice the time: files that nothing imports, or a few of many.
@@ -17,7 +19,7 @@ ifneq ($(shell pwd | LC_ALL=C tr -d '\n -~'),)
 export LC_ALL := C.UTF-8
 endif
 
-.PHONY: quickstart test test-all test-slow ray-test sglang-test check gpu-test bench bench-micro results docs same-python
+.PHONY: quickstart test test-all test-slow ray-test sglang-test sglang-engine sglang-others check gpu-test bench bench-micro results docs same-python
 
 quickstart: .venv/quickstart.installed  ## Train a small language model by reinforcement learning
 	@$(BIN)/rlcore quickstart
@@ -34,8 +36,15 @@ ray-test: .venv/dev.installed .venv/ray.installed  ## All tests of launcher="ray
 	@$(PYTEST) -m "$(NO_GPU) and ray" $(PYTEST_FLAGS)
 
 sglang-test: .venv/sglang/installed  ## All tests of the executor sglang with real SGLang on the CPU, some minutes
-	@CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -m "sglang and not gpu" --never-skip sglang tests/engines/sampling/sglang tests/quickstart tests/compat/test_rlite.py tests/bench/test_weight_sync_sglang_cases.py $(PYTEST_FLAGS)
-	@CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 .venv/sglang/bin/python -m pytest -q --pyargs rlcore.conformance --inference-executor sglang --device cpu --build-options '{"dtype": "float32"}'
+	@echo "Two halves of the tests run beside each other; each prints when it has ended"
+	@$(MAKE) --no-print-directory --output-sync=target --jobs=2 sglang-engine sglang-others
+
+sglang-engine: .venv/sglang/installed
+	@$(SGLANG_PYTEST) $(SGLANG_MARKED) tests/engines/sampling/sglang $(PYTEST_FLAGS)
+
+sglang-others: .venv/sglang/installed
+	@$(SGLANG_PYTEST) -q --pyargs rlcore.conformance --inference-executor sglang --device cpu --build-options '{"dtype": "float32"}'
+	@$(SGLANG_PYTEST) $(SGLANG_MARKED) tests/quickstart tests/compat/test_rlite.py tests/bench/test_weight_sync_sglang_cases.py $(PYTEST_FLAGS)
 
 check: .venv/dev.installed  ## Lint, format, types
 	@$(BIN)/python -m ruff check .

@@ -90,8 +90,4 @@ def _touch(memory: Bytes) -> None:
     part = -(-memory.nbytes // num_threads // mmap.PAGESIZE) * mmap.PAGESIZE
     parts = [memory[start : start + part : mmap.PAGESIZE] for start in range(0, memory.nbytes, part)]
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(_clear, parts))
-
-
-def _clear(part: Bytes) -> None:
-    part.fill(0)
+        list(threads.map(lambda part: part.fill(0), parts))

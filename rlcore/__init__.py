@@ -6,11 +6,14 @@ Importing this loads nothing else; each name is imported when it is first used.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
+TYPE_CHECKING = False  # type checkers take the name for true; importing typing takes as long as Python takes to start
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from rlcore.engines.batch import collate as collate
     from rlcore.engines.inference import InferenceEngine as InferenceEngine
     from rlcore.engines.need_parallel import NeedParallel as NeedParallel

@@ -49,12 +49,12 @@ WHOLE_FROM_0 = Kind("a whole number of at least 0", lambda value: WHOLE.has(valu
 COUNT = Kind("a whole number of at least 1", lambda value: WHOLE.has(value) and value >= 1)
 NUMBER = Kind("a number", lambda value: WHOLE.has(value) or _is_float(value))
 AT_LEAST_0 = Kind("a finite number of at least 0", lambda value: NUMBER.has(value) and 0 <= value < math.inf)
-SECONDS = Kind("a number of seconds above 0", lambda value: isinstance(value, int | float) and value > 0)
+SECONDS = Kind("a number of seconds above 0", lambda value: NUMBER.has(value) and value > 0)
 TEXT = kind_of("a str", str)
 PATH = Kind("a non-empty str or Path", lambda value: isinstance(value, str | os.PathLike) and value != "")
 BYTES = kind_of("bytes", bytes)
 LIST = Kind("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes))
-MAPPING = kind_of("a mapping such as os.environ", Mapping)
+MAPPING = kind_of("a mapping", Mapping)
 
 
 def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:

@@ -65,17 +65,24 @@ def read_configuration(
 
 
 def _yaml_of(path: str | Path) -> dict[Any, Any]:
-    yaml = _yaml()
     try:
-        text = Path(path).read_text("utf-8")
-        values = yaml.load(text, _loader(yaml))
+        values = _parsed(Path(path).read_text("utf-8"))
     except OSError as error:
         raise InvalidInputError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    except ValueError as error:
+        raise InvalidInputError(f"{path} is no YAML: {error}") from error
     if values is not None and not isinstance(values, dict):
         raise InvalidInputError(f"{path} must hold fields and their values, got {values!r:.100}")
     return values or {}
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a text in YAML. Raises ValueError, in one line."""
+    yaml = _yaml()
+    try:
+        return yaml.load(text, _loader(yaml))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as of a date in month 13
+        raise ValueError(" ".join(str(error).replace('"<unicode string>", ', "").split())) from error
 
 
 def _yaml() -> Any:
@@ -101,9 +108,9 @@ def _loader(yaml: Any) -> Any:
 
 def _set(values: dict[Any, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    if not equals or not name:
-        raise InvalidInputError(f"an override must be key=value, got {override!r}")
     *sections, last = name.split(".")
+    if not equals or not all([*sections, last]):
+        raise InvalidInputError(f"an override must be key=value, got {override!r}")
     inner = values
     for section in sections:
         if inner.get(section) is None:
@@ -111,11 +118,10 @@ def _set(values: dict[Any, Any], override: str) -> None:
         inner = inner[section]
         if not isinstance(inner, dict):
             raise InvalidInputError(f"the override {override!r} goes into {section!r}, which is {inner!r:.100}")
-    yaml = _yaml()
     try:
-        inner[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidInputError(f"the value of the override {override!r} is no YAML; quote it") from error
+        inner[last] = _parsed(text)
+    except ValueError as error:
+        raise InvalidInputError(f"the value of the override {override!r} is no YAML; quote it: {error}") from error
 
 
 def _filled(kind: Any, values: Any, at: str) -> Any:

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlcore.arguments import LIST, MAPPING, Checked
+from rlcore.arguments import LIST, Checked, kind_of
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.types import DeviceSpec
 
+_ENVIRON = kind_of("a mapping such as os.environ", Mapping)
 # A number, a tile of one ("0.1"), or a uuid after its kind ("GPU-8932f937", "MIG-GPU-8932f937/1/0").
 _ID = re.compile(r"\d+(\.\d+)?|[A-Z]+-[\w/-]+", re.ASCII)
 
@@ -26,10 +27,10 @@ class LaunchFacts(Checked):
     """Facts for starting processes that use devices of one kind. ``environ`` is ``os.environ`` where it is left out."""
 
     accepts: ClassVar = {
-        "visible_devices": {"environ": MAPPING},
-        "physical_id": {"environ": MAPPING},
-        "worker_environment": {"indices": LIST, "environ": MAPPING},
-        "visible_uuids": {"uuids": LIST, "environ": MAPPING},
+        "visible_devices": {"environ": _ENVIRON},
+        "physical_id": {"environ": _ENVIRON},
+        "worker_environment": {"indices": LIST, "environ": _ENVIRON},
+        "visible_uuids": {"uuids": LIST, "environ": _ENVIRON},
     }
     spec: DeviceSpec
 

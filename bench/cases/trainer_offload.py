@@ -136,6 +136,26 @@ class _Learned(NamedTuple):
     seconds: float
 
 
+def _learned(dense: ModelShape, device: Device, batch: dict[str, torch.Tensor], *, moves: bool) -> _Learned:
+    gc.collect()
+    engine = TrainEngine(_policy(dense, device))
+    losses, on_device, on_host = [], [], []
+    started = time.perf_counter()
+    with engine.build(devices=device.name, compute_dtype="float32" if device.spec.is_host else "bfloat16"):
+        engine.call("repeat_exactly")
+        try:
+            for _ in range(_TRAINING_CYCLES):
+                losses.append(engine.train_batch(batch, ppo_clip())["loss"])
+                if moves:
+                    engine.offload()
+                    engine.onload()
+                on_device.append(device.memory.stats().allocated_bytes)
+                on_host.append(proc_bytes("self/status", "VmRSS"))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    return _Learned(losses, on_device, on_host, time.perf_counter() - started)
+
+
 def _prepare_training(device: Device) -> Work:
     is_host = device.spec.is_host
     dense = TINY if is_host else dataclasses.replace(QWEN_1_5B, layers=_LAYERS_IN_TRAINING)
@@ -143,25 +163,6 @@ def _prepare_training(device: Device) -> Work:
     tokens = _HOST_TRAINING_TOKENS if is_host else _TRAINING_TOKENS
     batch = packed_batch(dense.vocabulary, [tokens // 2, tokens // 4, tokens // 4], seed=0)
     expected: list[float] = []
-
-    def run(*, moves: bool) -> _Learned:
-        gc.collect()
-        engine = TrainEngine(_policy(dense, device))
-        losses, on_device, on_host = [], [], []
-        started = time.perf_counter()
-        with engine.build(devices=device.name, compute_dtype="float32" if is_host else "bfloat16"):
-            engine.call("repeat_exactly")
-            try:
-                for _ in range(_TRAINING_CYCLES):
-                    losses.append(engine.train_batch(batch, ppo_clip())["loss"])
-                    if moves:
-                        engine.offload()
-                        engine.onload()
-                    on_device.append(device.memory.stats().allocated_bytes)
-                    on_host.append(proc_bytes("self/status", "VmRSS"))
-            finally:
-                torch.use_deterministic_algorithms(False)
-        return _Learned(losses, on_device, on_host, time.perf_counter() - started)
 
     def check(done: _Learned) -> None:
         expected.extend(done.losses if not expected else ())
@@ -175,10 +176,12 @@ def _prepare_training(device: Device) -> Work:
 
     return Work(
         (
-            Contender("no offload", lambda: run(moves=False), check, seconds=attrgetter("seconds")),
+            Contender(
+                "no offload", lambda: _learned(dense, device, batch, moves=False), check, seconds=attrgetter("seconds")
+            ),
             Contender(
                 "offload after each step",
-                lambda: run(moves=True),
+                lambda: _learned(dense, device, batch, moves=True),
                 check,
                 seconds=attrgetter("seconds"),
                 quantities=lambda done: {

@@ -115,12 +115,10 @@ def _engine(setup: Setup, batches: list[Batch], **options: Any) -> StepTimes:
     return engine_steps(setup, batches, tells_busy=True, data_parallel_size=len(setup.device_names), **options)
 
 
-def _prepare(dense: ModelShape, device: Device) -> Work:
+def _setup(dense: ModelShape, device: Device) -> Setup:
     is_host = device.spec.is_host
-    if is_host and dense is not QWEN_1_5B:
-        raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")
     num_devices = 1 if is_host else device.count()
-    shared = Setup(
+    return Setup(
         device_names=[f"{device.spec.name}:{index}" for index in range(num_devices)],
         model=TINY if is_host else dense,
         dtype=torch.float32 if is_host else torch.bfloat16,
@@ -130,6 +128,13 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
         recomputes=dense is QWEN_7B and num_devices == 1,
         compiles=not is_host,
     )
+
+
+def _prepare(dense: ModelShape, device: Device) -> Work:
+    is_host = device.spec.is_host
+    if is_host and dense is not QWEN_1_5B:
+        raise UnsupportedError(f"{dense.name} on {device.name}", "it is for accelerators")
+    shared = _setup(dense, device)
     model, tokens, limit = shared.model, shared.tokens, f"product/{dtype_name(shared.dtype)}"
     model.config()  # transformers is there
     count = _WARM_UP + _STEPS
@@ -169,7 +174,7 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
     else:
         float8 = functools.partial(_engine, compute_dtype="float8")
         contenders.append(contender("engine, float8", float8, "equal", tolerance=_FLOAT8_TOLERANCE))
-    if num_devices > 1 and dense is not QWEN_7B:
+    if len(shared.device_names) > 1 and dense is not QWEN_7B:
         alone = shared._replace(device_names=shared.device_names[:1])
         contenders.append(contender("engine on one device", _engine, "equal", alone))
     return Work(tuple(contenders), shared.params, num_runs=1)

@@ -57,7 +57,9 @@ def render(runs: Sequence[ReportRun]) -> str:
         frame=charts,
         versus=[pair for run in runs[1:] if (pair := _versus(runs[0], run))["table"].rows],
         limits=_limits(runs),
-        missing=[(run.name, _num_missing(run.record), missing_table(run.record)) for run in runs],
+        missing=[
+            (run.name, len(run.record.cases) - len(run.record.passed()), missing_table(run.record)) for run in runs
+        ],
         caveats=_caveats(runs),
     )
 
@@ -251,10 +253,6 @@ def _limit(run: ReportRun, name: str) -> str:
         f"; datasheet {rate(sheet.value, unit(name))} ({value / sheet.value:.0%})" if sheet else "; datasheet n/a"
     )
     return rate(value, unit(name)) + datasheet
-
-
-def _num_missing(record: Record) -> int:
-    return len(record.cases) - len(record.passed())
 
 
 def _caveats(runs: Sequence[ReportRun]) -> list[str]:

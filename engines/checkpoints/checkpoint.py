@@ -28,6 +28,7 @@ from torch import Tensor
 from rlcore.atomic import sync_to_disk
 from rlcore.engines.checkpoints.damage import DamageError
 from rlcore.engines.checkpoints.data_folder import (
+    check_own,
     hold_data_folder,
     is_first_to_commit,
     is_made,
@@ -102,10 +103,11 @@ class Save:
 
         Raises:
             OSError: it cannot be made.
-            CheckpointError: ``folder`` holds something of somebody else's that a save would replace.
+            CheckpointError: ``folder`` holds something of somebody else's.
         """
         check_replaceable(self.folder)
         if self._rank == 0:
+            check_own(self.folder)
             remove_unfinished_manifests(self.folder)
             remove_others(self.data, is_committed=False)
         held = hold_data_folder(self.data)

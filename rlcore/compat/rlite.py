@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import rlcore
+from rlcore.arguments import FLAG, LIST, Kind, optional, takes
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.need_parallel import NeedParallel
 from rlcore.engines.sampling.completion import RequestOutput
@@ -56,7 +57,12 @@ def init(
 
 def device(tag: str | torch.device) -> AbstractContextManager[Any]:
     """Return a context: for "meta", modules made inside have no weights; else ``torch.device``."""
-    return meta_device() if str(tag) == "meta" else contextlib.nullcontext(torch.device(tag))
+    if str(tag) == "meta":
+        return meta_device()
+    try:
+        return contextlib.nullcontext(torch.device(tag))
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInputError(f"device() takes a device of torch, such as 'cuda' or 'meta', got {tag!r}") from error
 
 
 # ------------------------------------------------------------------------------------------------------ modules
@@ -190,6 +196,9 @@ class _HistoryQueue:
         self.items.append(item)
 
 
+_PROMPTS = Kind("a list of texts, or NeedParallel of one,", lambda value: LIST.has(getattr(value, "data", value)))
+
+
 class RliteInferenceEngine(InferenceEngine):
     """An inference engine of a model folder; the executor is "vllm" if it is not named."""
 
@@ -212,6 +221,7 @@ class RliteInferenceEngine(InferenceEngine):
         _check_placement(pipeline_parallel_size, allow_colocate)
         return super().build(data_parallel_size=data_parallel_size, **options)
 
+    @takes("generate()", prompts=_PROMPTS, post_generation_hook=optional(Kind("a function", callable)), use_tqdm=FLAG)
     def generate(  # type: ignore[override]
         self,
         prompts: Sequence[str] | NeedParallel,
@@ -245,6 +255,10 @@ class RliteInferenceEngine(InferenceEngine):
                     "output queues; put it on one"
                 )
             (histories[index],) = again.items or done.items
+            if not isinstance(histories[index], IndexedGenerationHistory) or not histories[index].inputs:
+                raise InvalidInputError(
+                    f"the post_generation_hook must put a history with inputs on a queue, got {histories[index]!r:.100}"
+                )
             return histories[index].inputs[-1] if again.items else None
 
         self.generate_turns(texts, next_prompt, sampling_params)

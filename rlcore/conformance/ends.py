@@ -64,7 +64,7 @@ def descendants(pid: int) -> dict[int, int | None]:
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             with contextlib.suppress(OSError, IndexError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = int((path / "stat").read_bytes().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(path.name))
     found, rest = {}, children.get(pid, [])
     while rest:

@@ -104,7 +104,7 @@ class SamplerTruth:
 
 
 def compared(found: Tensor, reference: Tensor, exact: Tensor) -> str:
-    """As `inaccuracy`, of log-probs; an infinite one is of a token that could not have been drawn."""
+    """Return what `inaccuracy` says of log-probs; an infinite one is of a token that could not have been drawn."""
     assert len(exact) >= 16, "too few to compare"
     if not exact.isfinite().all():
         return f"{int((~exact.isfinite()).sum())} of {len(exact)} tokens are outside top-k and top-p"

@@ -261,11 +261,13 @@ def test_cycles_leave_memory_descriptors_and_shared_memory_as_they_were(device: 
         device.synchronize()
         device.memory.empty_cache()
         makers = [maker_of_shared_memory(name) for name in os.listdir("/dev/shm")]
-        with open(f"/proc/{peer.pid}/maps") as lines:
+        with open(f"/proc/{peer.pid}/maps", errors="replace") as lines:
             num_mapped = sum(1 for _ in lines)
         return {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "descriptors of the peer": len(os.listdir(f"/proc/{peer.pid}/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "threads of the peer": len(os.listdir(f"/proc/{peer.pid}/task")),
             "exports": len(device.memory.ledger()),
             "allocated bytes": device.memory.stats().allocated_bytes,
             "files of shared memory": makers.count(os.getpid()) + makers.count(peer.pid),

@@ -16,7 +16,7 @@ ROUNDS = 5
 
 
 def rounds(device: Device) -> int:
-    """In one of several the work may be done by itself; where it is always done when it is queued, one will do."""
+    """Return how many are tried: in one alone the work may be done by itself. A device without queues needs but one."""
     return ROUNDS if is_asynchronous(device) else 1
 
 
@@ -69,7 +69,7 @@ def _synchronize_device(device: Device, producer: Any, consumer: Any) -> None:
 
 
 def rounds_in_order(device: Device, busy: BusyWork, order: Order, producer: Any, consumer: Any) -> list[bool]:
-    """In each round, whether the consumer saw what the producer wrote behind a lot of work."""
+    """Return for each round True if the consumer saw what the producer wrote behind a lot of work."""
     value = torch.zeros(MB, device=device.torch_device)
     seen = torch.zeros_like(value)
     found = []

@@ -48,20 +48,20 @@ class UnderTest:
         return f"{kind.name}:{(self.device.index + place) % (max(count, place + 1) if kind.is_host else count)}"
 
     def device_names(self, count: int) -> list[str]:
-        """So many devices, the one under test first; raises UnsupportedError where there are not so many."""
+        """Return so many devices, the one under test first; raises UnsupportedError where there are not so many."""
         names = [self.device_name(place) for place in range(count)]
         if len(set(names)) < count:
             raise UnsupportedError(f"{count} workers", f"there are {len(set(names))} devices {self.device.spec.name!r}")
         return names
 
     def inference(self, folder: Path | None = None, **options: Any) -> Any:
-        """A new inference engine, of the executor under test if that is one; to be closed."""
+        """Build an inference engine, of the executor under test if that is one; the caller closes it."""
         is_tested = self.kind == "inference"
         engine = rlcore.InferenceEngine(folder or self.folder, executor=self.name if is_tested else "hf")
         return self._built(engine, is_tested, options)
 
     def train(self, folder: Path | None = None, **options: Any) -> Any:
-        """A new train engine, of the executor under test if that is one; to be closed."""
+        """Build a train engine, of the executor under test if that is one; the caller closes it."""
         is_tested = self.kind == "train"
         with rlcore.meta_device():
             module = policy(folder or self.folder)
@@ -78,7 +78,7 @@ class UnderTest:
             raise
 
     def kept(self, key: str, make: Callable[[], Any], mend: Callable[[Any], None]) -> Any:
-        """The engine that an earlier test was given by this key, mended; a new one if there is none or it cannot be."""
+        """Return the engine that an earlier test got by this key, mended; or a new one, if none can be mended."""
         engine = self._engines.get(key)
         if engine is not None:
             try:
@@ -102,7 +102,7 @@ class UnderTest:
 
 
 def mend_inference(engine: Any) -> None:
-    """Its own folder's weights again, everything on the device and nothing under way."""
+    """Give the engine its own folder's weights again, everything on the device and nothing under way."""
     if set(engine.state.values()) != {"loaded"}:
         engine.onload()
     engine.resume()
@@ -118,7 +118,7 @@ def new_train(under_test: UnderTest, **options: Any) -> Any:
 
 
 def mend_train(engine: Any) -> None:
-    """Its first weights and a new optimizer."""
+    """Give the engine its first weights and a new optimizer."""
     if set(engine.state.values()) != {"loaded"}:
         engine.restart()
     engine.load_state_dict(engine.initial)

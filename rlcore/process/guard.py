@@ -31,7 +31,8 @@ def leave_guard(parent: int, clean_up: Callable[[], None]) -> None:
 
     When ``parent`` or this process has ended, the guard kills this process and its descendants, removes the memory that
     they shared by name, and calls ``clean_up``. Python's resource trackers among them get some seconds to end by
-    themselves, because they remove the names of processes that were killed before.
+    themselves, because they remove the names of processes that were killed before. The guard outlives the signals that
+    ask programs to end: who sends them to all processes of a program must not end the guard first.
 
     It works from outside, because a stopped process or one in a C loop cannot end itself. The kernel's
     PR_SET_PDEATHSIG would not reach descendants, and it follows the parent's thread.
@@ -48,6 +49,8 @@ def leave_guard(parent: int, clean_up: Callable[[], None]) -> None:
 
 def _guard(session: int, watched: list[int], clean_up: Callable[[], None]) -> None:
     os.setpgid(0, 0)  # who ends the process group of the session does not end the guard
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     for entry in list(Path("/proc/self/fd").iterdir()):
         if (descriptor := int(entry.name)) not in watched:
             with contextlib.suppress(OSError):  # the one that listed them is closed
@@ -106,7 +109,7 @@ def shared_memory(pids: list[int]) -> set[MemoryFile]:
     found: set[MemoryFile] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():  # any bytes as paths
                 if " /dev/shm/" in line:
                     device, inode = line.split(maxsplit=5)[3:5]
                     found.add((device, int(inode)))

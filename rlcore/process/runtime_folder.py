@@ -129,6 +129,7 @@ def _why_not_trusted(found: os.stat_result, path: Path, variable: str) -> str:
     if found.st_mode & _OTHERS:
         return (
             f"the folder {path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}), who may have put "
-            f"files there; remove what is not yours and run: chmod 700 {path}; or set {variable} to another one"
+            f"files there; set {variable} to a folder for rlcore alone. If this is one, remove what is not yours and "
+            f"run: chmod 700 {path}"
         )
     return ""

@@ -59,10 +59,11 @@ def family_of(pid: int) -> set[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/<pid>/stat from the state on; None if there is no such process."""
+    """Return the fields of /proc/<pid>/stat from the state on; None if there is no such process that may be seen."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any bytes as its name
+        return text.rpartition(")")[2].split()
+    except OSError:  # it has ended, or /proc is mounted with hidepid=1 and it is another user's
         return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from rlcore.arguments import did_you_mean
+from rlcore.arguments import LIST, MAPPING, did_you_mean, optional, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike, Prompt, PromptLike, prompts_of
@@ -159,6 +159,7 @@ class ChatCompletions:
         self._client, self._make_reader = client, reader
         self._reader: ConversationReader | None = None
 
+    @takes("create()", messages=LIST, tools=optional(LIST), extra_body=optional(MAPPING))
     async def create(
         self,
         *,
@@ -188,7 +189,7 @@ class ChatCompletions:
                 raise UnsupportedError("client.chat", "this client was made without a tokenizer")
             self._reader = self._make_reader()
         params = {name: value for name, value in _sampling(options).items() if value is not None}
-        if (limit := max_completion_tokens or max_tokens) is not None:
+        if (limit := max_tokens if max_completion_tokens is None else max_completion_tokens) is not None:
             params["max_tokens"] = limit
         asked = [_plain_message(message) for message in messages]
         prompt = self._reader.prompt(asked, tools)
@@ -235,8 +236,8 @@ def _tool_calls(text: str) -> list[ToolCall]:
 
 def _plain_message(message: Message | ChatMessage | Any) -> dict[str, Any]:
     """Return a message as a dict without what is None, with the arguments of tool calls parsed, as templates want."""
-    plain = dict(message) if isinstance(message, Mapping) else message.model_dump()
-    plain = {name: value for name, value in plain.items() if value is not None}
+    found = message.model_dump() if hasattr(message, "model_dump") else message
+    plain = {name: value for name, value in found.items() if value is not None} if isinstance(found, Mapping) else {}
     if "role" not in plain:
         raise InvalidInputError(f"a message needs a role, such as 'user'; got {message!r:.200}")
     if plain.get("tool_calls"):
@@ -245,7 +246,11 @@ def _plain_message(message: Message | ChatMessage | Any) -> dict[str, Any]:
 
 
 def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function}
+    try:
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+        return {**call, "function": function}
+    except (TypeError, KeyError, ValueError) as error:
+        told = "a tool call is a dict with a function, whose arguments are JSON"
+        raise InvalidInputError(f"{told}; got {call!r:.200}") from error

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, SECONDS, TEXT, Kind, kind_of, optional, takes
-from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
+from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, MAPPING, SECONDS, TEXT, WHOLE_FROM_0, Kind, optional, takes
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
-from rlcore.rollout.conversation import ConversationReader
+from rlcore.rollout.conversation import reader_of
 from rlcore.rollout.direct_episodes import DirectEpisodes
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.episode_queue import EpisodeQueue
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from rlcore.engines.train import TrainEngine
     from rlcore.types import SyncReport
 
+_log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_MANY_REJECTIONS = 64
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 
@@ -77,10 +79,14 @@ class RolloutController:
     @takes(
         "RolloutController",
         workflow=WORKFLOW,
+        batch_size=COUNT,
+        max_staleness=WHOLE_FROM_0,
         pacing=FLAG,
+        max_concurrent=optional(COUNT),
+        tokenizer=optional(Kind("a tokenizer of transformers", lambda value: hasattr(value, "apply_chat_template"))),
         accept=optional(Kind("a function", callable)),
         chat_template=optional(TEXT),
-        template_options=optional(kind_of("a mapping", Mapping)),
+        template_options=optional(MAPPING),
         episode_timeout_s=SECONDS,
         max_in_flight=optional(COUNT),
         lent=optional(Kind("a LentDevices", lambda value: isinstance(value, LentDevices))),
@@ -113,11 +119,15 @@ class RolloutController:
                 "RolloutController(lent=) needs max_in_flight=, the most prompts that one engine has at a time: only "
                 "what waits for room goes to devices that are lent"
             )
+        if lent is not None and lent.infer in engines:
+            raise InvalidInputError(
+                "RolloutController(lent=) lends to an engine of its own, and this one is among those of infer; build "
+                "another with colocate_with=train"
+            )
         self._bound = StalenessBound(max_staleness=max_staleness, batch_size=batch_size, max_concurrent=max_concurrent)
         self._bound.set_version(max(engine.version for engine in engines))
         self._pacing = Pacing(self._bound) if pacing else None
         self._workflow, self._accept = workflow, accept
-        self._chat = tokenizer, chat_template, template_options
         self._max_failures_in_row = max_failures_in_row
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
@@ -137,7 +147,7 @@ class RolloutController:
         self._runner = EpisodeRunner(
             self._fleet,
             defaults=defaults,
-            reader=self._reader,
+            reader=reader_of(tokenizer, engines[0], chat_template=chat_template, options=template_options),
             episode_timeout_s=episode_timeout_s,
             on_end=self._note_end,
         )
@@ -187,11 +197,13 @@ class RolloutController:
                 if not self._waiting.until(is_ready, left_s):
                     raise RolloutTimeoutError(
                         f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
-                        f"{len(self._bound.running)} run; call it again, or give a longer timeout_s"
+                        f"{len(self._bound.running)} run{self._failures()}; call it again, or give a longer timeout_s"
                     )
                 with self._changed:
                     if chosen := self._bound.choose(wanted):  # else another thread was given them
-                        return self._given(chosen)
+                        episodes = self._episodes.give(chosen)
+                        self._start_due()
+                        return episodes
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
         """As ``wait``, for a program with an event loop of its own."""
@@ -235,7 +247,7 @@ class RolloutController:
     def rollout_episodes(self, items: Sequence[Any], timeout_s: float | None = None) -> list[Episode]:
         """Return the episodes that ``rollout_batch`` makes a batch of."""
         with self._trainer_does("wait"):
-            episodes = self._run_now(items, timeout_s, self._workflow, self._accept)
+            episodes = self._run_now("rollout_batch()", items, timeout_s, self._workflow, self._accept)
         with self._changed:
             self._episodes.count_given(episodes)
         return episodes
@@ -252,7 +264,7 @@ class RolloutController:
             workflow: None takes the controller's.
         """
         with self._trainer_does("evaluate"):
-            return self._run_now(items, timeout_s, workflow or self._workflow, None)
+            return self._run_now("evaluate()", items, timeout_s, workflow or self._workflow, None)
 
     # --------------------------------------------------------------------------------- pause and weights
 
@@ -272,6 +284,7 @@ class RolloutController:
         Sequences that are under way stay as they are, and go on afterwards. After a weight sync of your own call
         ``set_version`` inside.
         """
+        self._check_open("generation_paused()")
         with self._fleet.paused() as engines:
             yield engines
 
@@ -290,6 +303,7 @@ class RolloutController:
         Returns:
             What ``train.sync_weights`` does.
         """
+        self._check_open("update_weights()")
         wanted = self._bound.version + 1 if version is None else version
         if type(wanted) is not int or wanted < self._bound.version:
             raise InvalidInputError(
@@ -384,7 +398,7 @@ class RolloutController:
         """Cancel what runs, and end the threads; the engines are the caller's again. Closing twice does nothing.
 
         Raises:
-            TimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
+            RolloutTimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
         """
         with self._changed:
             if self._is_closed:
@@ -422,7 +436,6 @@ class RolloutController:
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
-        self._refuse_other_version("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
@@ -450,26 +463,26 @@ class RolloutController:
                 f"{self._bound.max_staleness} lets no more begin; call update_weights(), or make batch_size "
                 f"({self._bound.batch_size}) the number of episodes that each version is trained on"
             )
-        return f"only {coming} episodes were submitted and not given yet; submit() more"
+        return f"only {coming} episodes were submitted and not given yet{self._failures()}; submit() more"
 
-    def _given(self, chosen: list[int]) -> list[Episode]:
-        episodes = self._episodes.give(chosen)
-        self._start_due()
-        return episodes
+    def _failures(self) -> str:
+        if not (in_row := self._episodes.failures_in_row):
+            return ""
+        return f" ({in_row} have failed in a row, the last one with {self._episodes.last_failure_in_words()})"
 
     def _run_now(
-        self, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
+        self, what: str, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
     ) -> list[Episode]:
         with self._changed:
-            self._check_open("rollout_batch()")
-            self._refuse_other_version("rollout_batch()")
+            self._check_open(what)
+            self._refuse_other_version(what)
             if self._is_paused:
-                raise StateError("rollout_batch() is refused while the controller is paused; call resume()")
+                raise StateError(f"{what} is refused while the controller is paused; call resume()")
             if not items:
-                raise InvalidInputError("rollout_batch() needs at least one item, got none")
+                raise InvalidInputError(f"{what} needs at least one item, got none")
 
         def check() -> None:
-            self._check_open("rollout_batch()")  # its episodes are cancelled by close(), without a result
+            self._check_open(what)  # its episodes are cancelled by close(), without a result
             if error := self._fleet.why_none():
                 raise error
 
@@ -507,6 +520,7 @@ class RolloutController:
         with self._changed:
             is_direct = self._direct.has(end.episode.number)
             self._episodes.end(end, is_direct=is_direct)
+            self._warn_of_rejections(self._episodes.rejections_in_row)
             if end.outcome == "cancelled":
                 return
             if is_direct:
@@ -514,12 +528,12 @@ class RolloutController:
             self._changed.notify_all()
         self._start_queued()
 
-    def _reader(self) -> ConversationReader:
-        tokenizer, template, options = self._chat
-        if tokenizer is None:
-            tokenizer = load_tokenizer(check_model_folder(self._fleet.engines[0].path))
-            self._chat = tokenizer, template, options
-        return ConversationReader(tokenizer, chat_template=template, options=options)
+    def _warn_of_rejections(self, in_row: int) -> None:
+        """Say it after 64, 128, 256, ...: who rejects all waits for ever."""
+        if in_row >= _MANY_REJECTIONS and in_row.bit_count() == 1:
+            _log.warning(
+                "%d episodes in a row were rejected, by the workflow or by accept; others take their place", in_row
+            )
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:

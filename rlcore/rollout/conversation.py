@@ -9,11 +9,16 @@ see: then another sequence begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlcore.engines.sampling.completion import Completion
-from rlcore.errors import InvalidInputError
+from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
+from rlcore.errors import InvalidInputError, one_line
+
+if TYPE_CHECKING:
+    from rlcore.engines.inference import InferenceEngine
 
 Message = Mapping[str, Any]
 _MARK = "\u2063answer\u2063"
@@ -66,11 +71,26 @@ class ConversationReader:
         return behind.removeprefix(stop)
 
     def _text(self, messages: Sequence[Message], tools: Any, *, begins_answer: bool = False) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=begins_answer, **self._options
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=begins_answer, **self._options
+            )
+        except Exception as error:  # of Jinja, of the template itself, or of transformers
+            raise InvalidInputError(f"the chat template cannot write these messages: {one_line(error)}") from error
         return text
 
     def _tokens(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return token_ids
+
+
+def reader_of(
+    tokenizer: Any, engine: InferenceEngine, *, chat_template: str | None, options: Mapping[str, Any] | None
+) -> Callable[[], ConversationReader]:
+    """Return the function that makes readers. Without a tokenizer the first call loads that of the model folder."""
+
+    @functools.cache
+    def known() -> Any:
+        return load_tokenizer(check_model_folder(engine.path)) if tokenizer is None else tokenizer
+
+    return lambda: ConversationReader(known(), chat_template=chat_template, options=options)

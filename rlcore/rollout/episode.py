@@ -40,7 +40,7 @@ class EpisodeEnd:
     outcome: Outcome
     num_sampled: int
     """The number of tokens that were sampled for it, whatever became of them."""
-    error: Exception | None = None
+    error: BaseException | None = None
     """The reason why it has failed or timed out."""
 
     @property

@@ -63,6 +63,7 @@ class EpisodeQueue:
         self.staleness: Counter[int] = Counter()
         self.failures_in_row = 0
         self.last_failure: BaseException | None = None
+        self.rejections_in_row = 0
 
     def add(self, data: Any) -> int:
         """Queue an item; return the number of its episode."""
@@ -98,6 +99,7 @@ class EpisodeQueue:
         self.counts[end.outcome] += 1
         self.last_failure = end.error or self.last_failure
         self.failures_in_row = self.failures_in_row + 1 if end.error is not None else 0
+        self.rejections_in_row = self.rejections_in_row + 1 if end.outcome == "rejected" else 0
         is_used = end.is_good if is_direct else self._keep(end)
         if end.outcome == "rejected":
             self.counts["tokens_rejected"] += end.num_sampled

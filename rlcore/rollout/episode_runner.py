@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
-from rlcore.errors import RlcoreError, one_line
+from rlcore.errors import InvalidInputError, RlcoreError, RolloutError, RolloutTimeoutError, one_line
 from rlcore.rollout.client import RolloutClient
 from rlcore.rollout.conversation import ConversationReader
 from rlcore.rollout.episode import Episode, EpisodeEnd, Outcome
@@ -57,7 +59,7 @@ class EpisodeRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         """Calls that any thread has left for the loop, in order."""
-        self._is_woken = False
+        self._is_woken = self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="rlcore-rollout", daemon=True)
         self._thread.start()
@@ -101,9 +103,16 @@ class EpisodeRunner:
         """Cancel all episodes, wait for their ends, and end the thread.
 
         Raises:
-            TimeoutError: an episode has not ended within ``timeout_s``.
+            RolloutTimeoutError: an episode has not ended within ``timeout_s``.
         """
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout_s)
+        try:
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(timeout_s)
+        except TimeoutError as error:
+            raise RolloutTimeoutError(
+                f"episodes that close() cancelled go on after {timeout_s:g} s; a workflow must await, and not compute, "
+                "and let asyncio.CancelledError through"
+            ) from error
+        self._is_closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
@@ -112,7 +121,10 @@ class EpisodeRunner:
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._is_closed:
+                # A task of a workflow's own may raise them: it has failed so, and asyncio leaves the loop, too.
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self._loop.run_forever()
         finally:
             self._loop.close()
             self._drop_calls()
@@ -139,30 +151,34 @@ class EpisodeRunner:
 
     async def _cancel_all(self) -> None:
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
+        self._cancel(list(self._tasks))
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, number: int, data: Any, workflow: Workflow, accept: Accept | None) -> None:
         client = RolloutClient(self._ask, reader=self._reader, defaults=self._defaults)
         trajectories: list[Trajectory] = []
         outcome: Outcome = "rejected"
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
-            async with asyncio.timeout(self._episode_timeout_s):
-                trajectories = as_trajectories(await workflow.run_episode(client, data))
+            async with asyncio.timeout(self._episode_timeout_s) as limit:
+                trajectories = as_trajectories(await _awaitable(workflow.run_episode(client, data)))
             if trajectories and (accept is None or accept(trajectories)):
                 outcome = "ended"
         except asyncio.CancelledError:
-            self._on_end(EpisodeEnd(Episode(number, data, []), "cancelled", client.num_sampled))
-            raise
+            if self._tasks.get(number) is not asyncio.current_task():
+                self._on_end(EpisodeEnd(Episode(number, data, []), "cancelled", client.num_sampled))
+                raise
+            outcome, error = "failed", RolloutError("the workflow has cancelled itself")
         except TimeoutError as late:
-            outcome, error = "timed_out", late
-        except Exception as failed:
+            outcome, error = "timed_out", self._too_long() if limit.expired() else late
+        except (Exception, SystemExit, KeyboardInterrupt) as failed:
             outcome, error = "failed", failed
         if error is not None:
             _log.warning("episode %d %s: %s; item %.200r", number, outcome, one_line(error), data)
         self._on_end(EpisodeEnd(Episode(number, data, trajectories), outcome, client.num_sampled, error))
+
+    def _too_long(self) -> RolloutTimeoutError:
+        return RolloutTimeoutError(f"it took longer than episode_timeout_s={self._episode_timeout_s:g}")
 
     async def _ask(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
         answer: asyncio.Future[RequestOutput] = self._loop.create_future()
@@ -177,3 +193,9 @@ class EpisodeRunner:
         except asyncio.CancelledError:
             self._fleet.cancel(request)
             raise
+
+
+def _awaitable(result: Any) -> Awaitable[Any]:
+    if not inspect.isawaitable(result):
+        raise InvalidInputError(f"run_episode() must be `async def`; it returned {result!r:.200}")
+    return result

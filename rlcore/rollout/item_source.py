@@ -33,7 +33,7 @@ class ItemSource:
             StateError: it is another one than before.
         """
         if self._loader is None:
-            if not isinstance(dataloader, Iterable):
+            if not isinstance(dataloader, Iterable) or isinstance(dataloader, str | bytes | Mapping):
                 raise InvalidInputError(
                     f"prepare_batch() takes a dataloader, or a list of items, got {dataloader!r:.200}"
                 )
@@ -55,7 +55,8 @@ class ItemSource:
                 if items:
                     return items
             self._iterator, self._num_taken = None, 0
-        raise InvalidInputError("the dataloader of prepare_batch() has no items")
+        why = " left: an iterator has one pass; give a list" if isinstance(self._loader, Iterator) else ""
+        raise InvalidInputError(f"the dataloader of prepare_batch() has no items{why}")
 
     def state_dict(self) -> dict[str, Any]:
         if self._loader is None and self._state is not None:

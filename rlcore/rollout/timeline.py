@@ -15,6 +15,7 @@ from typing import NamedTuple
 from rlcore import spans
 from rlcore.arguments import PATH, takes
 from rlcore.atomic import write_file
+from rlcore.errors import InvalidInputError
 
 
 class Span(NamedTuple):
@@ -110,5 +111,12 @@ class Timeline:
 
     @takes("Timeline.save()", path=PATH)
     def save(self, path: str | Path) -> None:
-        """Write the spans as JSON: ``[{"lane", "what", "begin_s", "end_s"}, ...]``."""
-        write_file(Path(path), json.dumps([span._asdict() for span in self.spans], indent=0).encode())
+        """Write the spans as JSON: ``[{"lane", "what", "begin_s", "end_s"}, ...]``.
+
+        Raises:
+            InvalidInputError: it cannot be written there.
+        """
+        try:
+            write_file(Path(path), json.dumps([span._asdict() for span in self.spans], indent=0).encode())
+        except OSError as error:
+            raise InvalidInputError(f"cannot write the timeline {path}: {error.strerror}") from error

@@ -96,10 +96,7 @@ class SingleTurn(Workflow):
             return await _together(found) if any(map(inspect.isawaitable, found)) else found
         if not self._is_group_reward:
             return await _together(_called(self._pool, self._reward, data, text) for text in texts)
-        rewards = list(await _called(self._pool, self._reward, data, texts))
-        if len(rewards) != len(texts):
-            raise InvalidInputError(f"the group reward gave {len(rewards)} rewards for {len(texts)} completions")
-        return rewards
+        return _one_each(await _called(self._pool, self._reward, data, texts), len(texts), "completions")
 
 
 class MultiTurn(Workflow):
@@ -140,7 +137,7 @@ class MultiTurn(Workflow):
             raise InvalidInputError("MultiTurn samples one answer a turn; for several conversations wrap it: Grouped()")
         self._reward, self._tools, self._max_turns, self._pool = reward, dict(tools), max_turns, pool
         self._descriptions = list(tool_descriptions or (_description(name, tools[name]) for name in tools))
-        self._params, self._messages = dict(sampling_params or {}), messages or (lambda data: data["messages"])
+        self._params, self._messages = dict(sampling_params or {}), messages or _messages_of
 
     async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
         messages = list(self._messages(data))
@@ -200,7 +197,7 @@ class Grouped(Workflow):
             return None
         rewards = [group[-1].reward for group in groups]
         if self._group_reward is not None:
-            rewards = list(self._group_reward(data, rewards))
+            rewards = _one_each(self._group_reward(data, rewards), len(groups), "episodes")
         return [replace(one, reward=reward) for group, reward in zip(groups, rewards, strict=True) for one in group]
 
 
@@ -236,17 +233,38 @@ async def _called(pool: RewardPool | None, function: Callable[..., Any], *args: 
     return await found if inspect.isawaitable(found) else found
 
 
-def _prompt_of(data: Any) -> PromptLike:
-    try:
-        prompt: PromptLike = data["prompt"]
-    except (TypeError, KeyError, IndexError) as error:
+def _one_each(rewards: Any, wanted: int, what: str) -> list[float]:
+    """Return the rewards of a group as a list of as many as ``wanted``."""
+    if not isinstance(rewards, Iterable) or len(found := list(rewards)) != wanted:
         raise InvalidInputError(
-            f"an item needs a 'prompt', or give prompt=, a function of it; got {data!r:.200}"
-        ) from error
+            f"a group reward must give {wanted} rewards, one for each of the {what}; got {rewards!r:.200}"
+        )
+    return found
+
+
+def _prompt_of(data: Any) -> PromptLike:
+    prompt: PromptLike = _entry(data, "prompt")
     return prompt
 
 
+def _messages_of(data: Any) -> Sequence[Mapping[str, Any]]:
+    messages: Sequence[Mapping[str, Any]] = _entry(data, "messages")
+    return messages
+
+
+def _entry(data: Any, name: str) -> Any:
+    try:
+        return data[name]
+    except (TypeError, KeyError, IndexError) as error:
+        raise InvalidInputError(
+            f"an item needs a {name!r}, or give {name}=, a function of it; got {data!r:.200}"
+        ) from error
+
+
 def _description(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = {one: {"type": "string"} for one in inspect.signature(function).parameters}
+    try:
+        parameters = {one: {"type": "string"} for one in inspect.signature(function).parameters}
+    except ValueError as error:  # of a function that is written in C
+        raise InvalidInputError(f"MultiTurn needs tool_descriptions= for the tool {name!r}: {error}") from error
     about = {"name": name, "description": inspect.getdoc(function) or name}
     return {"type": "function", "function": about | {"parameters": {"type": "object", "properties": parameters}}}

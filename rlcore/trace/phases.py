@@ -79,7 +79,7 @@ class MeasuredSteps:
     """
 
     def __init__(self, trace: ProgramTrace) -> None:
-        own = [(span.begin_ns, span.end_ns) for span in trace.spans if _is_step(span)]
+        own = [(span.begin_ns, span.end_ns) for span in trace.spans if (span.name, span.kind) == ("step", "program")]
         if not own:
             ends = [span.end_ns for span in trace.spans if span.name == "sync_weights" and not span.is_unfinished]
             own = list(pairwise(ends))
@@ -114,10 +114,6 @@ class MeasuredSteps:
     def _first_after(self, time_ns: int) -> int:
         """Return the position of the first measured step that ends after this."""
         return bisect.bisect_right(self.measured, time_ns, key=lambda step: step[1])
-
-
-def _is_step(span: TracedSpan) -> bool:
-    return span.name == "step" and span.kind == "program"
 
 
 def _touches(step: tuple[int, int], span: TracedSpan) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlcore import ops
-from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, MAPPING, WHOLE, WHOLE_FROM_0, Kind, optional
+from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, WHOLE, WHOLE_FROM_0, Kind, optional
 from rlcore.configuration_file import FieldError, Section, setting
 from rlcore.errors import InvalidInputError, one_line
 
@@ -37,6 +37,11 @@ _DEVICES = Kind(
 )
 _SEED = Kind("a whole number in [0, 2**63)", lambda value: WHOLE.has(value) and 0 <= value < 2**63)
 _TEMPERATURE = Kind("a number of at least 0.01", lambda value: AT_LEAST_0.has(value) and value >= 0.01)
+_TEMPERATURE_OR_0 = Kind("0 or a number of at least 0.01", lambda value: value == 0 or _TEMPERATURE.has(value))
+_OPTIONS = Kind(
+    "a mapping of names to values",
+    lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
+)
 
 
 def one_of(*names: str) -> Kind:
@@ -61,7 +66,7 @@ class AlgorithmSection(Section):
 
     loss: str = setting("decoupled_ppo", one_of(*LOSSES))
     """A factory of ``rlcore.ops``."""
-    loss_options: dict[str, Any] = setting(dict, MAPPING)
+    loss_options: dict[str, Any] = setting(dict, _OPTIONS)
     """Its arguments, such as {clip_high: 0.28}."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = setting("grpo", one_of("grpo", "dr_grpo", "rloo"))
     """The mode of ``rlcore.ops.group_advantage``."""
@@ -108,8 +113,20 @@ class RolloutSection(Section):
     episode_timeout_s: float = setting(3600.0, _ABOVE_0)
 
 
+class _EngineSection(Section):
+    """An engine: ``options`` has what no field is for."""
+
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if twice := self.options.keys() & {field.name for field in dataclasses.fields(self)}:  # type: ignore[arg-type]
+            name = min(twice)
+            raise FieldError(f"options.{name}", f"is no option: {name} is a field beside options")
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainerSection(Section):
+class TrainerSection(_EngineSection):
     """The train engine."""
 
     executor: str = setting("fsdp2", _NAME)
@@ -117,12 +134,12 @@ class TrainerSection(Section):
     launcher: str | None = setting(None, optional(_NAME))
     data_parallel_size: int = setting(1, COUNT)
     max_tokens_per_micro_batch: int = setting(16384, COUNT)
-    options: dict[str, Any] = setting(dict, MAPPING)
+    options: dict[str, Any] = setting(dict, _OPTIONS)
     """Further arguments of ``TrainEngine.build``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerSection(Section):
+class SamplerSection(_EngineSection):
     """The inference engines. Each entry of ``replicas`` engines fails alone."""
 
     executor: str = setting("hf", _NAME)
@@ -131,7 +148,7 @@ class SamplerSection(Section):
     launcher: str | None = setting(None, optional(_NAME))
     replicas: int = setting(1, COUNT)
     tensor_parallel_size: int = setting(1, COUNT)
-    options: dict[str, Any] = setting(dict, MAPPING)
+    options: dict[str, Any] = setting(dict, _OPTIONS)
     """Further arguments of ``InferenceEngine.build``."""
 
 
@@ -141,7 +158,7 @@ class EvaluationSection(Section):
 
     every: int = setting(10, COUNT)
     """Steps from one to the next; also before the first step and after the last."""
-    temperature: float = setting(0.0, AT_LEAST_0)
+    temperature: float = setting(0.0, _TEMPERATURE_OR_0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +203,13 @@ class TrainConfig(Section):
         super().__post_init__()
         if self.data.reward is None and self.rollout.workflow is None:
             raise FieldError("data.reward", "is missing; give it, or rollout.workflow")
+        sequences = self.rollout.batch_size * self.rollout.samples
+        if self.rollout.workflow is None and self.algorithm.minibatches > sequences:
+            raise FieldError(
+                "algorithm.minibatches",
+                f"must be at most the {sequences} answers of a batch (rollout.batch_size x rollout.samples), "
+                f"got {self.algorithm.minibatches}",
+            )
         if self.placement == "shared":
             self._check_shared()
         devices, replicas = self.sampler.devices, self.sampler.replicas

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from rlcore.engines.checkpoints.plain_values import plain_copy
 from rlcore.engines.sampling.prompts import prompts_of
 from rlcore.errors import InvalidInputError, one_line
 from rlcore.training.config import FUNCTION
@@ -49,7 +50,7 @@ def function_of(reference: str, folder: Path) -> Callable[..., Any]:
         sys.path.insert(0, home)
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a module of the user's raises
+    except (Exception, SystemExit) as error:  # whatever a module of the user's raises
         raise InvalidInputError(f"cannot import {reference}: {one_line(error)}") from error
     if not callable(found):
         raise InvalidInputError(f"{reference} must be a function, got {found!r:.100}")
@@ -57,28 +58,47 @@ def function_of(reference: str, folder: Path) -> Callable[..., Any]:
     return function
 
 
-def items_of(source: str, folder: Path, *, need_prompt: bool) -> list[Any]:
+def result_of(reference: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns that a configuration names by ``reference``.
+
+    Raises:
+        InvalidInputError: it fails.
+    """
+    try:
+        return function(*arguments)
+    except (Exception, SystemExit) as error:  # whatever a function of the user's raises
+        raise InvalidInputError(f"{reference} failed: {one_line(error)}; call it in Python to see where") from error
+
+
+def items_of(source: str, folder: Path, *, need_prompt: bool, are_saved: bool = True) -> list[Any]:
     """Return the items of a file of JSON lines, or of a function.
 
     Args:
         need_prompt: each item must have a "prompt"; a workflow of the user's may do without.
+        are_saved: checkpoints hold the items, which must come back equal.
 
     Raises:
-        InvalidInputError: no such file, a line that is no JSON (its number), no items, or some that are no plain data
-            or lack a prompt that ``SingleTurn`` takes (the number of the item).
+        InvalidInputError: no such file, a line that is no JSON (its number), no items, or some that no checkpoint can
+            hold or that lack a prompt that ``SingleTurn`` takes (the number of the item).
     """
-    items = function_of(source, folder)() if FUNCTION.has(source) else _lines(Path(source))
+    is_function = FUNCTION.has(source)
+    items = result_of(source, function_of(source, folder)) if is_function else _lines(Path(source))
     if not isinstance(items, Sequence) or not items:
         raise InvalidInputError(f"{source} must give a list of at least one item, got {items!r:.100}")
-    try:
-        msgspec.json.encode(items)
-    except (TypeError, ValueError) as error:
-        told = f"the items of {source} must be plain data, for the checkpoint and episodes.jsonl: {error}"
-        raise InvalidInputError(told) from error
+    if are_saved:
+        _check_plain(list(items), source)
     if need_prompt:
         for number, item in enumerate(items, start=1):
             _check_prompt(item, f"item {number} of {source}")
     return list(items)
+
+
+def _check_plain(items: list[Any], source: str) -> None:
+    try:
+        plain_copy(items, "items")
+    except InvalidInputError as error:
+        told = f"the items of {source} must be plain data, for the checkpoint and episodes.jsonl: {error}"
+        raise InvalidInputError(told) from error
 
 
 def _check_prompt(item: Any, what: str) -> None:

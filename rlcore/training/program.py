@@ -19,7 +19,7 @@ from torch import Tensor
 import rlcore
 from rlcore import ops
 from rlcore.engines.sampling.model_folder import check_model_folder
-from rlcore.errors import RolloutError
+from rlcore.errors import InvalidInputError, RolloutError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.pretrained import model_class
@@ -32,8 +32,9 @@ from rlcore.rollout import (
     Workflow,
     collate_trajectories,
 )
+from rlcore.rollout.workflow import WORKFLOW
 from rlcore.training.config import TrainConfig
-from rlcore.training.items import ShuffledItems, function_of, items_of
+from rlcore.training.items import ShuffledItems, function_of, items_of, result_of
 from rlcore.training.run_folder import Trackers, TrainFolder
 
 
@@ -52,8 +53,10 @@ class TrainProgram:
         self._reward: Any = data.reward and function_of(data.reward, home)
         need_prompt = config.rollout.workflow is None
         self._items = ShuffledItems(items_of(data.train, home, need_prompt=need_prompt), config.seed)
-        self._held_out = items_of(data.held_out, home, need_prompt=need_prompt) if data.held_out else []
-        self._make_workflow = config.rollout.workflow and function_of(config.rollout.workflow, home)
+        self._held_out = (
+            items_of(data.held_out, home, need_prompt=need_prompt, are_saved=False) if data.held_out else []
+        )
+        self._own_workflow = config.rollout.workflow and _workflow_of(config, home)
         check_model_folder(config.model)
         with rlcore.meta_device():
             self._module = policy_class(config).from_pretrained(config.model)
@@ -88,6 +91,10 @@ class TrainProgram:
         )
         extra = self.train.load(self.folder.checkpoint) if self.folder.has_checkpoint else None
         self._step = extra["step"] if extra else 0
+        if self._step > own.steps:
+            raise InvalidInputError(
+                f"{self.folder.path} holds a run of {self._step} steps, and steps is {own.steps}; give as many or more"
+            )
         self._build_samplers()
         self._workflow, self._answer = self._workflows()
         self.rollout = self._stack.enter_context(
@@ -128,12 +135,11 @@ class TrainProgram:
     def _workflows(self) -> tuple[Workflow, Workflow]:
         """Return the workflow of training and that of evaluation."""
         own = self.config.rollout
+        if self._own_workflow:
+            return self._own_workflow, self._own_workflow
         pool = None
         if own.reward_processes:
             pool = self._stack.enter_context(RewardPool(own.reward_processes, timeout_s=own.reward_timeout_s))
-        if self._make_workflow:
-            workflow = self._make_workflow(self.config)
-            return workflow, workflow
         params = {"max_tokens": own.max_tokens}
         answer = params | {"temperature": self.config.evaluation.temperature}
         sample = params | {"temperature": own.temperature, "n": own.samples}
@@ -174,7 +180,7 @@ class TrainProgram:
         loss_fn = getattr(ops, own.loss)(**own.loss_options)
         generator = torch.Generator().manual_seed((self.config.seed + self._step) % 2**63)
         metrics: dict[str, float] = {}
-        for rows in torch.randperm(len(batch["rewards"]), generator=generator).chunk(own.minibatches):
+        for rows in torch.randperm(len(batch["rewards"]), generator=generator).tensor_split(own.minibatches):
             minibatch = {name: values[rows] for name, values in batch.items()}
             metrics = self.train.train_batch(minibatch, loss_fn, max_grad_norm=own.max_grad_norm, **options)
         return metrics
@@ -256,8 +262,17 @@ class TrainProgram:
             name for name in ("reward", "loss", "staleness", "held_out_reward", "wait_s", "step_s") if name in metrics
         ]
         self._say(
-            f"step {self._step}/{self.config.steps}  " + "  ".join(f"{name} {metrics[name]:.3g}" for name in shown)
+            "  ".join([f"step {self._step}/{self.config.steps}", *(f"{name} {metrics[name]:.3g}" for name in shown)])
         )
+
+
+def _workflow_of(config: TrainConfig, home: Path) -> Workflow:
+    """Return the workflow that the function of ``rollout.workflow`` makes."""
+    reference = str(config.rollout.workflow)
+    workflow: Workflow = result_of(reference, function_of(reference, home), config)
+    if not WORKFLOW.has(workflow):
+        raise InvalidInputError(f"{reference} must return {WORKFLOW.words} got {workflow!r:.100}")
+    return workflow
 
 
 class ConfiguredPolicy(HuggingFaceTrainModule):

@@ -8,6 +8,9 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from rlcore.conformance.ends import wait_until
 from rlcore.process import status
 from rlcore.process.endings import CONNECTION_LOST, crash_report, how_it_ended
 from rlcore.process.framing import read_message, write_message
+from rlcore.process.guard import shared_memory
 from rlcore.process.memory_kills import MemoryKills
 from rlcore.process.message_child import MessageChild
 from rlcore.process.python_command import python_command
 from rlcore.process.socket_address import socket_address
-from rlcore.process.status import process_name
+from rlcore.process.status import process_name, start_time
 
 PROGRAM = """\
 import sys, time
@@ -199,6 +204,67 @@ def test_counts_of_a_group_that_has_gone_are_no_error(tmp_path: Path) -> None:
     kills = MemoryKills(tmp_path / "membership", tmp_path, tmp_path / "vmstat")
     shutil.rmtree(tmp_path / "pod")
     assert kills.explanation().startswith("sent by somebody")
+
+
+ORPHAN = """
+import os, sys, time
+from rlcore.process.orphan import end_without
+parent = os.getpid()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    while sys.argv[1:] == ["late"] and os.getppid() == parent:
+        time.sleep(0.01)
+    end_without(parent, 0.1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["in time", "late"])
+def test_a_process_ends_some_time_after_its_parent(when: str) -> None:
+    """Also one that first asks for it when the parent has ended."""
+    command = [sys.executable, "-c", ORPHAN, when]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        began = start_time(child)
+        time.sleep(0.3)
+        assert began is not None and start_time(child) == began, "its parent runs"
+        parent.kill()
+        wait_until(lambda: start_time(child) != began, "it did not end")
+
+
+def test_processes_whose_name_and_memory_have_bytes_that_are_no_text_are_seen(tmp_path: Path) -> None:
+    program = os.path.join(os.fsencode(tmp_path), b"\xff\xfe")
+    shutil.copy(shutil.which("sleep") or "", program)
+    with subprocess.Popen([program, "60"]) as process:
+        try:
+            assert process.pid in status.family_of(os.getpid())
+            assert shared_memory([process.pid]) == set()
+        finally:
+            process.kill()
+
+
+HIDING = """
+mount -t proc -o hidepid=1 proc /proc
+setpriv --reuid 65534 --regid 65534 --clear-groups sleep 60 &
+exec setpriv --regid 65534 --clear-groups --bounding-set -all --inh-caps -all "$@"
+"""
+LOOK = """
+import os, time
+from rlcore.process.status import family_of
+(other,) = [name for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+while os.stat(f"/proc/{other}").st_uid == os.getuid():
+    time.sleep(0.01)
+print(family_of(os.getpid()) == {os.getpid()})
+"""
+
+
+@pytest.mark.hosts
+def test_processes_that_a_mount_of_proc_hides_are_passed_over() -> None:
+    """With hidepid=1 those of other users are listed, and cannot be read."""
+    made = ["unshare", "--mount", "--pid", "--fork", "sh", "-ec", HIDING, "sh"]
+    told = subprocess.run([*made, sys.executable, "-c", LOOK], capture_output=True, text=True, check=False)
+    assert told.stdout.strip() == "True", told.stderr
 
 
 def test_a_process_has_a_name_that_no_other_has_on_any_host(monkeypatch: pytest.MonkeyPatch) -> None:

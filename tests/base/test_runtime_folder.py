@@ -60,7 +60,10 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o755, 0o704])
 def test_a_folder_that_is_open_to_others_is_refused(path: Path, mode: int) -> None:
     path.chmod(mode)
-    words = rf"^the folder {path} is open to other users \(mode {mode:04o}\).* run: chmod 700 {path}; or set RLCORE_RUN"
+    words = (
+        rf"^the folder {path} is open to other users \(mode {mode:04o}\).*; set RLCORE_RUNTIME to a folder for rlcore "
+    )
+    words += rf"alone\. If this is one, .* run: chmod 700 {path}$"
     with pytest.raises(StateError, match=words):
         running_processes()
     path.chmod(0o700)

@@ -130,15 +130,11 @@ def test_vllms_own_sender_needs_no_ray(has_ray: bool, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("r")))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        work = weight_sync_vllm._prepare(QWEN_7B, Layout(), get_device("cpu"))
-        yield work
-        assert work.close is not None
-        work.close()
+def whole(settings_of_vllm: pytest.MonkeyPatch) -> Iterator[Work]:
+    work = weight_sync_vllm._prepare(QWEN_7B, Layout(), get_device("cpu"))
+    yield work
+    assert work.close is not None
+    work.close()
 
 
 @pytest.mark.vllm

@@ -59,16 +59,12 @@ def test_weights_go_to_vllms_loader_in_runs_that_fit_the_buffer() -> None:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLCORE_RUNTIME", str(tmp_path_factory.mktemp("r")))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        patch.setattr(vllm_float8, "_PART", 1 << 17)
-        found = vllm_float8._prepare(QWEN_30B_A3B, None, get_device("cpu"))
-        yield found
-        assert found.close is not None
-        found.close()
+def work(settings_of_vllm: pytest.MonkeyPatch) -> Iterator[Work]:
+    settings_of_vllm.setattr(vllm_float8, "_PART", 1 << 17)
+    found = vllm_float8._prepare(QWEN_30B_A3B, None, get_device("cpu"))
+    yield found
+    assert found.close is not None
+    found.close()
 
 
 @pytest.mark.vllm

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rlcore.cli import main as cli
+from rlcore.engines.launchers.ray import cluster
+from rlcore.errors import DeviceError
 from tests.warm import warm
 
 PROGRAM = """
@@ -112,3 +118,26 @@ def test_a_record_that_is_none_is_passed_over(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("RLCORE_RUNTIME", str(tmp_path))
     (tmp_path / record_name(7)).write_bytes(data)
     assert running_processes() == []
+
+
+@pytest.mark.parametrize("command", [["plan", "--train", "1"], ["ps"]])
+def test_without_a_cluster_the_only_line_is_the_commands_own(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ray's library in C++ writes to the descriptor, and waits for minutes where nobody listens."""
+
+    def init(address: str, **_: object) -> None:
+        assert address == "auto"
+        os.write(2, b"gcs_client.cc:210: Failed to get cluster ID\n")
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setattr(cluster, "_import_ray", lambda: SimpleNamespace(init=init))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        closed = f"127.0.0.1:{silent.getsockname()[1]}"
+        for address, told in (("auto", "nobody is there"), (closed, "[Errno 111] Connection refused")):
+            found = CliRunner().invoke(cli.app, [*command, "--address", address])
+            assert isinstance(found.exception, DeviceError)
+            expected = f"no Ray cluster can be joined at {address!r}: {told}; start one with `ray start --head`, or "
+            assert str(found.exception).startswith(expected)
+    assert capfd.readouterr() == ("", "")

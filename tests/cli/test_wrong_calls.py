@@ -164,6 +164,8 @@ COMMANDS = [
     ("devices cpu:x", "a device is 'name' or 'name:index', such as 'cuda:1'; got 'cpu:x'"),
     ("devices ''", "no device ''; registered: cpu, cuda, npu"),
     ("ps --kill 1", "no worker process has the id 1; living: "),
+    ("ps --address ray://a:1", "address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got 'ray://a:1'"),
+    ("plan --train 1 --address ray://a:1", "address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got 'r"),
     ("ps --kill 99999999", "no worker process has the id 99999999; living: "),
     ("plan --train 2 --host a=tpu:2", "no device 'tpu'; registered: cpu, cuda, npu. See `rlcore devices`."),
     ("plan --train 2 --host a=cuda:2 --device tpu", "no device 'tpu'; registered: cpu, cuda, npu. See `rlcore devic"),
@@ -321,6 +323,8 @@ CALLS = [
     ("train.forward_logprobs(batch, temperature=-1)", "temperature must be a finite number > 0; got -1"),
     ("train.save(None)", "save() takes a non-empty str or Path as folder, got None"),
     ("train.save('text.json')", "cannot write the checkpoint text.json"),
+    ("train.save('mine')", "cannot write the checkpoint mine: mine holds other things than checkpoints, such as res"),
+    ("train.save('.')", "cannot write the checkpoint .: . holds other things than checkpoints, such as "),
     ("train.load('nowhere')", "no complete checkpoint in nowhere"),
     ("train.export(3)", "export() takes a non-empty str or Path as folder, got 3"),
     ("train.load_state_dict({})", "load_state_dict() needs exactly what state_dict() gives: missing: "),
@@ -387,8 +391,11 @@ CALLS = [
     ("RolloutController(3, workflow, batch_size=2)", "RolloutController takes an InferenceEngine or several different"),
     ("RolloutController(InferenceEngine(model), workflow, batch_size=2)", "RolloutController takes inference engines "),
     ("RolloutController(infer, SingleTurn, batch_size=2)", "RolloutController takes a Workflow, with `async def run_e"),
-    ("controlled(batch_size=0)", "StalenessBound takes a whole number of at least 1 as batch_size, got 0"),
-    ("controlled(max_staleness=1.5)", "StalenessBound takes a whole number of at least 0 as max_staleness, got 1.5"),
+    ("controlled(batch_size=0)", "RolloutController takes a whole number of at least 1 as batch_size, got 0"),
+    ("controlled(max_staleness=1.5)", "RolloutController takes a whole number of at least 0 as max_staleness, got 1.5"),
+    ("controlled(max_concurrent=0)", "RolloutController takes a whole number of at least 1, or None as max_concurrent"),
+    ("controlled(tokenizer='x')", "RolloutController takes a tokenizer of transformers, or None as tokenizer, got 'x'"),
+    ("controlled(episode_timeout_s=True)", "RolloutController takes a number of seconds above 0 as episode_timeout_s,"),
     ("controlled(episode_timeout_s=0)", "RolloutController takes a number of seconds above 0 as episode_timeout_s, go"),
     ("controlled(sampling_params={'colour': 1})", "unknown sampling parameter 'colour'; accepted: n, temperature"),
     ("controlled(chat_template=3)", "RolloutController takes a str, or None as chat_template, got 3"),
@@ -400,6 +407,15 @@ CALLS = [
     ("rollout.rollout_batch('ab')", "rollout_batch() takes a list or tuple as items, got 'ab'"),
     ("rollout.rollout_batch([])", "rollout_batch() needs at least one item, got none"),
     ("rollout.evaluate(['1'], workflow=3)", "evaluate() takes a Workflow, with `async def run_episode(client, data)`"),
+    ("rollout.evaluate([])", "evaluate() needs at least one item, got none"),
+    ("rollout.prepare_batch('items.jsonl')", "prepare_batch() takes a dataloader, or a list of items, got 'items"),
+    ("rollout.prepare_batch({'prompt': '1'})", "prepare_batch() takes a dataloader, or a list of items, got {'prompt'"),
+    ("rollout.timeline.save('nowhere/x.json')", "cannot write the timeline nowhere/x.json: No such file or directory"),
+    ("rollout.timeline.save('mine')", "cannot write the timeline mine: Is a directory"),
+    ("closed().update_weights(train)", "update_weights() is refused: the RolloutController is closed; make another"),
+    ("closed().generation_paused().__enter__()", "generation_paused() is refused: the RolloutController is closed"),
+    ("closed().evaluate([1])", "evaluate() is refused: the RolloutController is closed; make another"),
+    ("MultiTurn(len, {'max': max})", "MultiTurn needs tool_descriptions= for the tool 'max': no signature found for b"),
     ("rollout.set_version(-1)", "set_version(-1) must be the version that the engines serve, [0]: give sync_weights(v"),
     ("rollout.update_weights(3)", "update_weights() takes a TrainEngine as train, got 3"),
     ("rollout.update_weights(train, version=-1)", "update_weights() takes a version of at least 0, the version of now"),
@@ -568,6 +584,11 @@ def names(model: Path) -> Iterator[dict[str, Any]]:
         with rollout.RolloutController(SimulatedEngine(), workflow, batch_size=2) as other:
             other.load_state_dict(other.state_dict() | entries)
 
+    def closed() -> rollout.RolloutController:
+        found = rollout.RolloutController(SimulatedEngine(), workflow, batch_size=2)
+        found.close()
+        return found
+
     with contextlib.ExitStack() as stack:
         train = stack.enter_context(rlcore.TrainEngine(module)).build(devices="cpu")
         infer = stack.enter_context(rlcore.InferenceEngine(model)).build(devices="cpu")
@@ -581,7 +602,7 @@ def names(model: Path) -> Iterator[dict[str, Any]]:
             **{"ops": ops, "ppo_clip": ops.ppo_clip, "torch": torch, "read": read, "select_cases": select_cases},
             **{"model": model, "train": train, "infer": infer, "outputs": outputs, "batch": batch, "state": state},
             **{name: getattr(rollout, name) for name in rollout.__all__},
-            **{"areal": areal, "rollout": controller, "workflow": workflow, "loaded": loaded},
+            **{"areal": areal, "rollout": controller, "workflow": workflow, "loaded": loaded, "closed": closed},
             "controlled": lambda **options: rollout.RolloutController(infer, workflow, **{"batch_size": 2, **options}),
             "configured": lambda *argv: areal.load_expr_config(["--config", *argv], areal.GRPOConfig),
             "actor": lambda path: areal.FSDPPPOActor(areal.PPOActorConfig(path=path)),

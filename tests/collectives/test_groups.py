@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import itertools
 import os
 import socket
 import time
@@ -23,7 +21,6 @@ from rlcore.errors import (
     StateError,
     UnsupportedError,
 )
-from rlcore.process.status import maker_of_shared_memory
 from rlcore.process.tcp_sockets import (
     LISTEN,
     SYN_SENT,
@@ -465,68 +462,3 @@ def live_twice(rank: Any, device: str, world_size: int) -> None:
 
 def test_a_group_is_destroyed_once_and_formed_again(world: tuple[str, int], on_ranks: Any, tmp_path: Path) -> None:
     on_ranks(live_twice, world[1], *world)
-
-
-SPANS = 3
-"""A leak grows in each of them. In one of them something else may grow, such as what was just ending."""
-
-
-def resource_counts(folder: Path, device: Any) -> dict[str, int]:
-    """Return the counts of this process."""
-    gc.collect()
-    info = device.memory.info()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {
-        "descriptors": len(list(open_files())),
-        "threads": int(status["Threads"]),
-        "files": len(os.listdir(folder)),
-        "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm/"),
-        "files of shared memory": sum(maker_of_shared_memory(name) == os.getpid() for name in os.listdir("/dev/shm")),
-        "resident KiB": int(status["VmRSS"].split()[0]),
-        "device bytes": 0 if device.spec.is_host else info.total_bytes - info.free_bytes,
-    }
-
-
-def grown(before: dict[str, int], after: dict[str, int], num_cycles: int, device: str) -> set[str]:
-    most = {"cpu": 100, "cuda": 1000}[device]  # KiB a cycle; NCCL's host memory is not ours
-    may_grow = {"resident KiB": most * num_cycles, "device bytes": 2 << 20}
-    return {what for what in before if after[what] - before[what] > may_grow.get(what, 0)}
-
-
-def cycle(rank: Any, device: str, num_cycles: int) -> list[dict[str, int]]:
-    """Return the counts before the first span of cycles and after each, until a span in which nothing has grown."""
-    keep = rank.group(device, 2)  # holds what is set up once
-    flag = torch.zeros(1, device=keep.device.torch_device)
-
-    def one() -> None:
-        with rank.new_group(device, 2, "cycle") as group:
-            assert group.all_reduce(torch.ones(4, device=group.device.torch_device)).tolist() == [2.0] * 4
-
-    for _ in range(5):
-        one()
-    keep.barrier()
-    states = [resource_counts(rank.folder, keep.device)]
-    keep.barrier()
-    while len(states) <= SPANS:
-        for _ in range(num_cycles):
-            one()
-        keep.barrier()
-        states.append(resource_counts(rank.folder, keep.device))
-        has_grown = bool(grown(*states[-2:], num_cycles, device))
-        if not keep.all_reduce(flag.fill_(has_grown)).item():  # on both ranks
-            break
-    return states
-
-
-@pytest.mark.parametrize(
-    ("device", "num_cycles"),
-    [
-        ("cpu", 20),
-        pytest.param("cuda", 30, marks=pytest.mark.multigpu),
-    ],
-)
-def test_making_and_destroying_groups_leaves_nothing(device: str, num_cycles: int, on_ranks: Any) -> None:
-    for states in on_ranks(cycle, 2, device, num_cycles):
-        print(f"each {num_cycles} cycles on {device}: {states}")
-        leaked = set.intersection(*(grown(*span, num_cycles, device) for span in itertools.pairwise(states)))
-        assert not leaked, states

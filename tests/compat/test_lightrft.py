@@ -212,12 +212,20 @@ def test_what_is_not_supported_says_why(path: Path, strategy: lightrft.StrategyB
     for changes, told in (
         ({"train_batch_size": 5}, "a multiple of micro_train_batch_size x ranks, got 5 for 2 x 1"),
         ({"fsdp_cpu_offload": True}, r"--fsdp_cpu_offload is not supported"),
+        ({"seed": "x"}, "--seed must be a whole number, got 'x'"),
+        ({"micro_train_batch_size": "2"}, "--micro_train_batch_size must be a whole number, got '2'"),
+        ({"max_norm": -1}, "--max_norm must be a finite number of at least 0, got -1"),
+        ({"engine_tp_size": 0}, "--engine_tp_size must be a whole number of at least 1, got 0"),
+        ({"train_options": "x"}, "--train_options must be a mapping, got 'x'"),
+        ({"engine_type": None}, "--engine_type must be a str, got None"),
         ({"sp_size": 2}, "sp_size=2 is not supported"),
         ({"engine_tp_size": 2}, "engine_tp_size=2 of 1 ranks is not supported"),
     ):
         with pytest.raises((InvalidInputError, UnsupportedError), match=told):
             lightrft.get_strategy(args(path, **changes))
     for call, told in (
+        (lambda: lightrft.get_strategy(None), "takes an argparse.Namespace or alike as args, got None"),
+        (lambda: lightrft.get_strategy({"fsdp": True}), "takes an argparse.Namespace or alike as args, got {'fsdp'"),
         (lambda: lightrft.ActorLanguage(path, lora_rank=8), r"ActorLanguage\(lora_rank=8\)"),
         (lambda: lightrft.ActorLanguage(path, rank=8), "no argument 'rank'"),
         (lambda: lightrft.ActorLanguage(path)(torch.ones(1, 2)), "give padded rows and the number of actions"),

@@ -91,6 +91,19 @@ def test_a_hook_makes_conversations(infer: rlite.RliteInferenceEngine) -> None:
         assert [turn.prompt for turn in turns] == [first + "".join(texts[:at]) for at in range(len(turns))]
     with pytest.raises(InvalidInputError, match="history 0 on 0 input and 0 output queues; put it on one"):
         infer.generate(["Hello"], params, post_generation_hook=lambda generation, again, done: None)
+    nothing = rlite.IndexedGenerationHistory(0)
+    for put in (3, nothing):
+        with pytest.raises(InvalidInputError, match="must put a history with inputs on a queue, got"):
+            infer.generate(["Hello"], params, post_generation_hook=lambda history, again, done, put=put: again.put(put))
+    for prompts in ("Hello", 3, None, {}):
+        with pytest.raises(
+            InvalidInputError, match=r"generate\(\) takes a list of texts, or NeedParallel of one, as prom"
+        ):
+            infer.generate(prompts, params)
+    with pytest.raises(
+        InvalidInputError, match=r"generate\(\) takes a function, or None as post_generation_hook, got 3"
+    ):
+        infer.generate(["Hello"], params, post_generation_hook=3)
     assert infer.generate(["Hello"], params)[0].outputs[0].token_ids == found[0][0].outputs[0].token_ids
 
 
@@ -160,6 +173,12 @@ def test_arguments_of_build_are_taken_at_their_defaults(train: rlite.RliteTrainE
             engine.build(allow_colocate=False, devices="cpu")
     train.build(pipeline_parallel_size=1, allow_colocate=True, devices="cpu")
     assert train.num_own() == [[3]]
+
+
+@pytest.mark.parametrize("tag", ["gpu", None, ["meta"]])
+def test_a_device_that_torch_has_not(tag: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"device\(\) takes a device of torch, such as 'cuda' or 'meta', got"):
+        rlite.device(tag)
 
 
 @pytest.mark.parametrize("options", [{"debug_mode": "debugpy"}, {"debug_post_mortem": True}])

@@ -182,6 +182,24 @@ def test_a_failed_engine_is_restarted_for_samples_that_another_snapshot_waits_fo
     assert host._fleet.num_failures == 1
 
 
+def test_an_engine_that_fails_again_after_its_restart_fails_the_samples(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose weights have become NaN."""
+    sampler, prompt = training.save_weights_and_get_sampling_client(), types.ModelInput.from_ints([1, 2])
+    params = types.SamplingParams(4)
+    sampler.sample(prompt, 1, params).result()
+
+    def collect(**_: Any) -> dict[int, Any]:
+        raise RolloutError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service._hosts[str(path)].infer, "collect", collect)
+        with pytest.raises(RolloutError, match="no inference engine is left: sampler 0: planted"):
+            sampler.sample(prompt, 1, params).result(60)
+    assert len(sampler.sample(prompt, 1, params).result(60).sequences) == 1
+
+
 async def _gives_up(answer: Any) -> bool:
     try:
         await answer.result_async(0.05)
@@ -232,6 +250,8 @@ def test_what_is_wrong_or_not_there_is_named(
     client, prompt = training.save_weights_and_get_sampling_client(), types.ModelInput.from_ints([1])
     nothing = types.ModelInput.empty()
     short = types.Datum(prompt, {"target_tokens": [1, 2], "weights": [1.0]})
+    empty = types.Datum(nothing, {"target_tokens": [], "logprobs": [], "advantages": []})
+    far = types.Datum(types.ModelInput.from_ints([10**6]), {"target_tokens": [1], "weights": [1.0]})
     for call, kind, told in (
         (lambda: training.forward_backward(data(), "cross_entropie"), InvalidInputError, "mean 'cross_entropy'"),
         (lambda: training.forward_backward(data(), "gspo"), UnsupportedError, "loss_fn='gspo' is not supported"),
@@ -242,7 +262,50 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: types.Datum(prompt, {"weights": ["x"]}), InvalidInputError, "must be numbers"),
         (lambda: client.sample(prompt, 1, types.SamplingParams(stop="12")), UnsupportedError, "one token, and is 2"),
         (lambda: client.sample(prompt, 1, types.SamplingParams(), False, 5), UnsupportedError, "topk_prompt_logprobs"),
-        (lambda: client.sample(nothing, 1, types.SamplingParams()).result(), InvalidInputError, "at least one token"),
+        (lambda: client.sample(nothing, 1, types.SamplingParams()), InvalidInputError, "a ModelInput with tokens as p"),
+        (lambda: client.sample([1], 1, types.SamplingParams()), InvalidInputError, "a ModelInput with tokens as p"),
+        (lambda: client.sample(prompt, 1, {"max_tokens": 1}), InvalidInputError, "takes SamplingParams as sampling_p"),
+        (lambda: client.sample(prompt, 1, types.SamplingParams(stop=[None])), InvalidInputError, "token ids, each at"),
+        (lambda: client.compute_logprobs(nothing), InvalidInputError, "a ModelInput with tokens as prompt"),
+        (lambda: training.forward_backward(short, "ppo"), InvalidInputError, "takes a list of Datum as data, got D"),
+        (lambda: training.forward_backward([{}], "ppo"), InvalidInputError, "takes a list of Datum as data, got "),
+        (lambda: training.forward_backward(data(), max), InvalidInputError, "takes a str as loss_fn, got <built-in"),
+        (lambda: training.forward_backward(data(), "ppo", "x"), InvalidInputError, "or None as loss_fn_config, got"),
+        (lambda: training.forward_backward([empty], "ppo"), InvalidInputError, "the model_input of datum 0 is empty"),
+        (
+            lambda: training.forward_backward(data(weights=float("nan")), "cross_entropy").result(),
+            InvalidInputError,
+            "weights of sequence 0 is nan",
+        ),
+        (lambda: training.forward_backward([far], "cross_entropy").result(), InvalidInputError, "holds 1000000; the"),
+        (lambda: training.forward_backward_custom(data(), 3), InvalidInputError, "takes a function as loss_fn, got 3"),
+        (
+            lambda: training.forward_backward_custom(data(), lambda given, found: found[0]).result(),
+            InvalidInputError,
+            r"must return \(loss, metrics\)",
+        ),
+        (
+            lambda: training.forward_backward_custom(data(), lambda given, found: (found[0], {})).result(),
+            InvalidInputError,
+            "a tensor of one number that depends on",
+        ),
+        (lambda: training.optim_step({"lr": 1}), InvalidInputError, "takes AdamParams as optim_params, got {'lr'"),
+        (lambda: types.AdamParams(learning_rate=float("nan")), InvalidInputError, "learning_rate must be a finite num"),
+        (lambda: types.AdamParams(learning_rate="x"), InvalidInputError, "learning_rate must be a finite number of at"),
+        (lambda: types.AdamParams(beta1=1), InvalidInputError, "beta1 must be a finite number of at least 0 below 1"),
+        (lambda: types.ModelInput.from_ints("12"), InvalidInputError, "takes whole numbers of at least 0, got '12'"),
+        (lambda: types.ModelInput.from_ints([1.5]), InvalidInputError, "takes whole numbers of at least 0, got "),
+        (lambda: types.Datum([1], {}), InvalidInputError, r"a Datum takes a ModelInput and a mapping, got \[1\]"),
+        (lambda: types.Datum(prompt, [1]), InvalidInputError, "a Datum takes a ModelInput and a mapping, got"),
+        (lambda: training.save_state("../mine"), InvalidInputError, "takes a name without a slash as name, got '../mi"),
+        (lambda: training.save_state(""), InvalidInputError, "takes a name without a slash as name, got ''"),
+        (lambda: training.load_state(None), InvalidInputError, "takes a non-empty str or Path as path, got None"),
+        (lambda: tinker.ServiceClient(trainer="cpu"), InvalidInputError, "a mapping, or None as trainer, got 'cpu'"),
+        (lambda: tinker.ServiceClient(folder=None), InvalidInputError, "a non-empty str or Path as folder, got None"),
+        (lambda: service.create_lora_training_client(None), InvalidInputError, "a non-empty str or Path as base_model"),
+        (lambda: service.create_lora_training_client("m", 0), InvalidInputError, "at least 1 as rank, got 0"),
+        (lambda: service.create_lora_training_client("m", 2, "x"), InvalidInputError, "or None as seed, got 'x'"),
+        (lambda: service.create_lora_training_client("m", 2, 0, False, False), InvalidInputError, "needs train_mlp or"),
         (lambda: service.create_lora_training_client(str(path)), StateError, "has a client already"),
         (service.create_sampling_client, InvalidInputError, "takes one of model_path and base_model"),
         (lambda: service.create_sampling_client("x"), InvalidInputError, "no weights were saved as 'x'"),

@@ -107,6 +107,15 @@ def test_a_device_as_it_is_passes(runs: Any, run: Run) -> None:
     assert {member for member, result in results.items() if result == "passed"} >= {"memory.import_ipc", "streams.use"}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [Run("cuda", options=("--require", "ipc,pool,host_alloc"))], ids=["cuda"])
+def test_a_gpu_passes(runs: Any, run: Run) -> None:
+    """What ``tests/devices`` adds is what the suite does not ask of every device."""
+    outcome = runs.outcome(run)
+    assert outcome.returncode == 0, outcome.output
+    assert not outcome.tests("failed")
+
+
 @AS_IT_IS
 def test_a_skip_names_the_capability_and_the_reason_or_what_is_not_there(runs: Any, run: Run) -> None:
     report = runs.outcome(run).report

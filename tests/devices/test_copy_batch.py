@@ -67,31 +67,11 @@ def test_a_batch_may_go_both_ways_and_be_strided(device: Any) -> None:
     assert_equal(dst, src)
 
 
-def test_interleaved_columns_are_no_overlap(device: Any) -> None:
-    both = torch.zeros(4, 6, device=device.torch_device)
-    src = [torch.full((4, 3), float(number), device=device.torch_device) for number in (1, 2)]
-    device.memory.copy_batch([both[:, ::2], both[:, 1::2]], src)
-    assert both.tolist() == [[1.0, 2.0] * 3] * 4
-
-
 def test_parameters_are_filled_in_place(device: Any) -> None:
     layer = torch.nn.Linear(4, 4, device=device.torch_device)
     values = [torch.full_like(parameter, 2.0) for parameter in layer.parameters()]
     device.memory.copy_batch(list(layer.parameters()), values)
     assert all(parameter.requires_grad and parameter.eq(2).all() for parameter in layer.parameters())
-
-
-def test_copies_are_ordered_by_the_stream(device: Any) -> None:
-    stream = device.streams.new()
-    source = torch.zeros(large(device) // 4, device=device.torch_device)
-    host = device.memory.host_alloc(source.nbytes)
-    for value in range(20):
-        with device.streams.use(stream):
-            source.fill_(value)
-        device.memory.copy_batch([host.tensor.view(torch.float32)], [source], stream)
-        stream.synchronize()
-        assert host.tensor.view(torch.float32).eq(value).all()
-    device.memory.host_free(host)
 
 
 def test_copies_on_the_current_stream_stand_between_its_work(device: Any) -> None:
@@ -117,10 +97,6 @@ def test_host_memory_freed_at_once_is_not_used_again_too_early(device: Any) -> N
         del source
     device.synchronize()
     assert [target.unique().tolist() for target in targets] == [[value] for value in range(8)]
-
-
-def test_no_copies_are_no_work(device: Any) -> None:
-    device.memory.copy_batch([], [])
 
 
 def test_pairs_that_differ_are_refused(device: Any) -> None:

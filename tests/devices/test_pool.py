@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import StateError, UnsupportedError
 from rlcore.registry import get_device
 
 MB = 2**20
@@ -61,9 +61,3 @@ def test_empty_cache_gives_a_pool_back_once_it_is_unused(gpu: Any) -> None:
     with pool:
         again = torch.ones(MB, dtype=torch.uint8, device="cuda")
     assert pool.stats().allocated_bytes == MB and again.sum().item() == MB
-
-
-@pytest.mark.gpu
-def test_a_pool_needs_a_tag(gpu: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^pool takes a tag such as 'weights', got ''$"):
-        gpu.memory.pool("")

@@ -221,19 +221,6 @@ def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> 
         assert_same_bits(found[0], everything[needs.index(True)])  # the same product
 
 
-def test_a_tied_weight_gets_both_gradients() -> None:
-    _, weight, targets = random_inputs(20, 6, 30, torch.float64)
-    tokens = torch.randint(0, 30, (20,))
-
-    def total(weight: Tensor, implementation: str) -> Tensor:
-        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
-        return linear_logprob(hidden, weight, targets, implementation=implementation).logprob.sum()
-
-    found, want = (torch.autograd.grad(total(weight, name), weight)[0] for name in ("chunked", "reference"))
-    assert_equal_in_float64(found, want, terms=30)
-    assert (want[tokens] != 0).any()
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("T", [0, 5])
 def test_no_tokens_or_only_ignored_ones_give_a_differentiable_zero(T: int, implementation: str) -> None:

@@ -380,23 +380,6 @@ def test_the_upstream_gradient_is_honoured_and_backward_can_run_twice(implementa
         assert one.abs().max() > 0
 
 
-def test_micro_batches_accumulate_into_existing_gradients() -> None:
-    hidden, weight, targets = random_inputs(torch.float64)
-    tokens = random_tokens(torch.float64)
-    want = gradients(linear_loss(hidden, weight, targets, policy_loss(), **tokens).loss, weight)[0]
-    for part in (slice(0, 20), slice(20, T)):
-        per_token = {name: values[part] for name, values in tokens["per_token"].items()}
-        linear_loss(
-            hidden[part],
-            weight,
-            targets[part],
-            policy_loss(),
-            per_token=per_token,
-            token_weight=tokens["token_weight"][part],
-        ).loss.backward()
-    assert_equal_in_float64(weight.grad, want, terms=T + V)
-
-
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_only_the_gradients_asked_for_are_computed(needs: tuple[bool, bool]) -> None:
     *inputs, targets = random_inputs()
@@ -435,20 +418,6 @@ def test_no_tokens_or_only_ignored_ones_give_a_differentiable_zero(count: int, i
     loss.backward()
     assert loss == 0 and hidden.grad.count_nonzero() == 0 and weight.grad.count_nonzero() == 0
     assert stats["ratio_mean"].isnan() and stats["ratio_max"] == -math.inf
-
-
-def test_a_tied_weight_gets_both_gradients() -> None:
-    _, weight, targets = random_inputs(torch.float64)
-    tokens = targets.flip(0)
-
-    def total(implementation: str) -> Tensor:
-        hidden = torch.nn.functional.embedding(tokens, weight).tanh()
-        return linear_loss(
-            hidden, weight, targets, policy_loss(), implementation=implementation, **random_tokens(torch.float64)
-        ).loss
-
-    found, want = (gradients(total(name), weight)[0] for name in ("chunked", "reference"))
-    assert_equal_in_float64(found, want, terms=T + V)
 
 
 @sequence_level

@@ -19,6 +19,7 @@ from rlcore.ops import (
     LossFn,
     cispo,
     cispo_absolute,
+    combine,
     cpgd,
     decoupled_ppo,
     dppo,
@@ -596,6 +597,14 @@ def test_importance_statistics_tell_the_raw_ratio_from_the_weight() -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
+        (lambda: ppo_clip(clip_low=1.5), r"ppo_clip: clip_low must be in \[0, 1\]; got 1.5"),
+        (lambda: ppo_clip(clip_high=-0.1), "ppo_clip: clip_high must be >= 0; got -0.1"),
+        (lambda: ppo_clip(clip_high=math.nan), "clip_high must be >= 0; got nan"),
+        (lambda: ppo_clip(dual_clip=1.0), "ppo_clip: dual_clip must be > 1, or None; got 1.0"),
+        (lambda: kl(kind="k4", coef=1.0), "kl: kind must be one of k1, k2, k3, abs, .*; got 'k4'"),  # type: ignore[arg-type]
+        (lambda: cpgd(drift_coef=math.inf), "cpgd: drift_coef must be a finite number; got inf"),
+        (combine, "combine needs at least one loss term"),
+        (lambda: combine(kl(coef=0.1), 2), "combine takes a function of .* as term 1, got 2"),
         (lambda: gspo(clip_low=-0.1), r"gspo: clip_low must be in \[0, 1\]; got -0.1"),
         (lambda: gspo(form="word"), "gspo: form must be one of sequence, token; got 'word'"),  # type: ignore[arg-type]
         (lambda: gmpo(clip_low=-1.0), r"gmpo: clip_low must be >= 0 \(a bound of the log-ratio\); got -1.0"),
@@ -631,6 +640,7 @@ def test_a_bad_parameter_is_refused_when_the_term_is_made(make: Callable[[], Any
 @pytest.mark.parametrize(
     "term, missing, message",
     [
+        (kl(coef=1.0), "ref_logprobs", r"kl needs per_token\['ref_logprobs'\]; got \['advantages', "),
         (gspo(), "cu_seqlens", r"sequence_mean needs per_token\['cu_seqlens'\]"),
         (gspo(), "old_logprobs", r"gspo needs per_token\['old_logprobs'\]"),
         (dppo(), "advantages", r"dppo needs per_token\['advantages'\]"),

@@ -186,6 +186,9 @@ def test_wrong_engines_are_refused() -> None:
         Lent(trainer, guest)
     with pytest.raises(InvalidInputError, match=r"RolloutController\(lent=\) needs max_in_flight="):
         RolloutController(SimulatedEngine(), Steps(), batch_size=1, lent=Lent(trainer, Guest()))  # type: ignore[arg-type]
+    lent = Lent(trainer, Guest())
+    with pytest.raises(InvalidInputError, match=r"lends to an engine of its own, and this one is among those of infer"):
+        controller(lent, lent.infer)  # type: ignore[arg-type]
 
 
 def test_an_engine_has_no_more_than_max_in_flight() -> None:

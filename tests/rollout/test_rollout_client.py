@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ import torch
 from rlcore.engines.sampling.completion import Completion, RequestOutput, VersionSpan
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.ops import decoupled_ppo, group_advantage
-from rlcore.rollout import Grouped, MultiTurn, RolloutClient, SingleTurn, Trajectory, collate_trajectories
+from rlcore.rollout import (
+    Grouped,
+    MultiTurn,
+    RolloutClient,
+    SingleTurn,
+    Trajectory,
+    collate_trajectories,
+    conversation,
+)
 from rlcore.rollout.conversation import ConversationReader
 from rlcore.rollout.workflow import Workflow
 from tests.accuracy import assert_within_rounding
@@ -138,6 +147,42 @@ def test_tools_are_called_and_what_they_raise_is_their_answer(tokenizer: Any) ->
     assert found[0].num_sampled == sum(len(output.outputs[0].token_ids) for output in client.outputs)
 
 
+QUESTION = {"role": "user", "content": "q"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"messages": "q"}, "create() takes a list or tuple as messages, got 'q'"),
+        ({"messages": QUESTION}, "create() takes a list or tuple as messages, got {'role'"),
+        ({"messages": [3]}, "a message needs a role, such as 'user'; got 3"),
+        ({"messages": [None]}, "a message needs a role, such as 'user'; got None"),
+        ({"messages": []}, "the chat template cannot write these messages: ValueError: Cannot apply chat template to"),
+        ({"messages": [QUESTION], "tools": "search"}, "create() takes a list or tuple, or None as tools, got 'search'"),
+        ({"messages": [QUESTION], "tools": [3]}, "the chat template cannot write these messages: ValueError: Tools"),
+        ({"messages": [QUESTION], "extra_body": [1]}, "create() takes a mapping, or None as extra_body, got [1]"),
+        ({"messages": [QUESTION], "max_completion_tokens": 0}, "SamplingParams.max_tokens must be at least 1, got 0"),
+        ({"messages": [QUESTION | {"tool_calls": [3]}]}, "a tool call is a dict with a function, whose arguments are"),
+        ({"messages": [QUESTION | {"tool_calls": [{"id": "1"}]}]}, "a tool call is a dict with a function, whose"),
+        ({"messages": [QUESTION | {"tool_calls": [{"function": {"arguments": "{"}}]}]}, "a tool call is a dict with"),
+    ],
+)
+def test_wrong_arguments_of_create_are_one_line(tokenizer: Any, arguments: dict[str, Any], told: str) -> None:
+    create = client_of(Says(tokenizer), tokenizer).chat.completions.create
+    with pytest.raises(InvalidInputError) as caught:
+        asyncio.run(create(**arguments))
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no system message') }}"])
+def test_a_template_that_fails_is_named(tokenizer: Any, template: str) -> None:
+    create = client_of(Says(tokenizer), tokenizer, template).chat.completions.create
+    with pytest.raises(
+        InvalidInputError, match=r"the chat template cannot write these messages: Template(Syntax)?Error"
+    ):
+        asyncio.run(create(messages=[QUESTION]))
+
+
 def test_what_would_change_an_answer_unseen_is_refused(tokenizer: Any) -> None:
     client = client_of(Says(tokenizer, "x", "y"), tokenizer)
     create = client.chat.completions.create
@@ -156,6 +201,22 @@ def test_what_would_change_an_answer_unseen_is_refused(tokenizer: Any) -> None:
         ConversationReader(tokenizer)
     with pytest.raises(InvalidInputError, match="the model folder has none; give tokenizer="):
         ConversationReader(None)
+
+
+def test_without_a_tokenizer_the_first_chat_reads_that_of_the_model_folder(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(conversation, "check_model_folder", lambda path: read.append(path) or path)
+    monkeypatch.setattr(conversation, "load_tokenizer", lambda folder: tokenizer)
+    engine: Any = SimpleNamespace(path="folder")
+    messages, prompts = [{"role": "user", "content": "q"}], []
+    for given in (tokenizer, None):
+        make = conversation.reader_of(given, engine, chat_template=TEMPLATE, options=None)
+        assert read == []
+        prompts += [make().prompt(messages, None) for _ in range(2)]
+    assert read == ["folder"]
+    assert prompts[1:] == prompts[:-1] and tokenizer.decode(prompts[0]).startswith("<u>q")
 
 
 def test_rewards_of_one_answer_of_a_group_and_of_groups_of_episodes(tokenizer: Any) -> None:
@@ -186,8 +247,11 @@ def test_rewards_of_one_answer_of_a_group_and_of_groups_of_episodes(tokenizer: A
 
     assert asyncio.run(Grouped(Rejects(), 2).run_episode(client, 0)) is None
     few = SingleTurn(lambda data, texts: [1.0], {"n": 2}, is_group_reward=True)
-    with pytest.raises(InvalidInputError, match="the group reward gave 1 rewards for 2 completions"):
+    with pytest.raises(InvalidInputError, match=r"must give 2 rewards, one for each of the completions; got \[1"):
         asyncio.run(few.run_episode(RolloutClient(Says(tokenizer, "a", "b")), {"prompt": [1]}))
+    number = Grouped(single, 2, group_reward=lambda data, rewards: sum(rewards))  # type: ignore[arg-type,return-value]
+    with pytest.raises(InvalidInputError, match="must give 2 rewards, one for each of the episodes; got 2"):
+        asyncio.run(number.run_episode(RolloutClient(Says(tokenizer, "a", "b")), {"prompt": [1]}))
     with pytest.raises(InvalidInputError, match="an item needs a 'prompt', or give prompt="):
         asyncio.run(lengths.run_episode(client, {}))
     with pytest.raises(InvalidInputError, match="samples one answer a turn"):

@@ -8,7 +8,9 @@ import gc
 import json
 import logging
 import random
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,9 +57,33 @@ class Acts(Workflow):
                 return None
             case "hang":
                 await asyncio.Event().wait()
+            case "exit":
+                sys.exit("planted")
+            case "exit in a task":
+                await asyncio.create_task(exits())
+            case "cancel":
+                raise asyncio.CancelledError
             case "lie":
                 return "no trajectory"
         return client.trajectories()
+
+
+async def exits() -> None:
+    sys.exit("planted")
+
+
+def never_held_up(rollout: RolloutController, first: int) -> None:
+    """From this one on no engine counts as silent, however long a busy machine holds it up: the deadlines here are
+    short."""
+    for driver in rollout._fleet._drivers[first:]:
+        driver.stuck_s = lambda: 0.0  # type: ignore[method-assign]
+
+
+class Computes:
+    """A workflow that awaits nothing."""
+
+    def run_episode(self, client: RolloutClient, data: Any) -> int:
+        return 3
 
 
 @contextmanager
@@ -248,7 +274,73 @@ def test_an_episode_that_fails_is_dropped_and_counted_and_another_comes_in_its_p
     assert min(stats.failed, stats.rejected, stats.timed_out) >= 1 and stats.given == 4
     assert stats.tokens_discarded >= stats.failed + stats.timed_out and stats.tokens_rejected == stats.rejected
     assert "ValueError: planted; item 'raise'" in caplog.text
+    assert "timed_out: RolloutTimeoutError: it took longer than episode_timeout_s=0.2; item 'hang'" in caplog.text
     assert "must return a Trajectory, a list of them, or None to reject; got 'no trajectory'" in caplog.text
+
+
+def test_who_rejects_all_is_told_so_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    items = ["reject"]
+    with caplog.at_level(logging.WARNING), controller(workflow=Acts()) as rollout:
+        while rollout.stats.rejected < 256:
+            with pytest.raises(RolloutTimeoutError):
+                rollout.prepare_batch(items, timeout_s=0.05)
+    told = [line for line in caplog.messages if "in a row were rejected, by the workflow or by accept; others " in line]
+    assert [int(line.split()[0]) for line in told][:3] == [64, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "item", "told"),
+    [
+        (Acts(), "exit", "SystemExit: planted"),
+        (Acts(), "exit in a task", "SystemExit: planted"),
+        (Acts(), "cancel", "RolloutError: the workflow has cancelled itself"),
+        (Computes(), "compute", "InvalidInputError: run_episode() must be `async def`; it returned 3"),
+    ],
+)
+def test_a_workflow_that_ends_in_an_odd_way_has_failed_and_stops_nothing(workflow: Any, item: str, told: str) -> None:
+    with controller(workflow=workflow, max_failures_in_row=2) as rollout:
+        for _ in range(2):
+            with pytest.raises(RolloutError, match=f"none of 2 episodes ended well: {re.escape(told)}"):
+                rollout.rollout_batch([item] * 2)
+        with pytest.raises(RolloutError, match=f"have failed in a row, the last one with {re.escape(told)}"):
+            rollout.prepare_batch([item])
+        assert len(rollout.evaluate(["good"], Acts())) == 1
+
+
+def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.rollout.controller._CLOSE_S", 0.05)
+    began, may_end = threading.Event(), threading.Event()
+
+    class Blocks(Workflow):
+        async def run_episode(self, client: RolloutClient, data: Any) -> None:
+            began.set()
+            may_end.wait()
+
+    rollout = RolloutController(SimulatedEngine(), Blocks(), batch_size=4)
+    rollout.submit(1)
+    began.wait()
+    with pytest.raises(
+        RolloutTimeoutError, match=r"episodes that close\(\) cancelled go on after 0.05 s; a workflow must"
+    ):
+        rollout.close()
+    may_end.set()
+
+
+def test_a_wait_says_what_failed() -> None:
+    with controller(workflow=Acts()) as rollout:
+        rollout.submit("raise")
+        until(lambda: rollout.stats.failed)
+        failed = re.escape("(1 have failed in a row, the last one with ValueError: planted)")
+        with pytest.raises(RolloutTimeoutError, match=f"0 run {failed}; call it again"):
+            rollout.wait(1, timeout_s=0)
+        with pytest.raises(StateError, match=f"not given yet {failed}; submit"):
+            rollout.wait(1)
+
+
+def test_an_iterator_has_one_pass() -> None:
+    told = "has no items left: an iterator has one pass; give a list"
+    with controller(batch_size=2) as rollout, pytest.raises(InvalidInputError, match=told):
+        rollout.prepare_batch(iter([1]))
 
 
 def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
@@ -402,6 +494,7 @@ def test_the_requests_of_a_dead_or_silent_engine_go_elsewhere_and_it_comes_back_
     engines, trainer = [SimulatedEngine(step_s=0.001) for _ in range(3)], SimulatedTrainer()
     silence = threading.Event()
     with controller(engines, max_staleness=1, batch_size=6, unhealthy_after_s=1.0) as rollout:
+        never_held_up(rollout, 2)
         for _ in range(12):
             rollout.submit(150)
         until(lambda: all(engine.num_under_way for engine in engines))
@@ -442,6 +535,7 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_u
         ended.set()
 
     with controller(engines, max_staleness=0, unhealthy_after_s=0.3) as rollout:
+        never_held_up(rollout, 1)
         rollout.prepare_batch([1] * 4, timeout_s=60)
         until(lambda: not any(driver.requests_under_way for driver in rollout._fleet._drivers))
         if is_silent:
@@ -592,6 +686,7 @@ def test_requests_that_an_engine_never_answers_to_have_got_go_to_another() -> No
 
     engines[0].submit = submit  # type: ignore[method-assign]
     with controller(engines, batch_size=4, unhealthy_after_s=0.05) as rollout:
+        never_held_up(rollout, 1)
         numbers = [rollout.submit(20) for _ in range(4)]
         assert stopped.wait(30)
         assert sorted(one.number for one in rollout.wait(timeout_s=60)) == numbers

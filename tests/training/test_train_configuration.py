@@ -35,6 +35,21 @@ def nothing():
 def objects():
     return [print]
 
+def not_a_number():
+    return [{"prompt": "1", "x": float("nan")}]
+
+def pair():
+    return [{"prompt": "1", "x": (1, 2)}]
+
+def fails():
+    raise KeyError("the data base")
+
+def leaves():
+    raise SystemExit("usage")
+
+def no_workflow(config):
+    return None
+
 number = 3
 """
 
@@ -89,6 +104,24 @@ def config(tmp_path: Path, model: Path) -> Path:
         ("data.held_out=bare.jsonl", 'item 2 of bare.jsonl must have a "prompt", or give rollout.workflow; got {'),
         ("data.train=judge:nothing", "judge:nothing must give a list of at least one item, got []"),
         ("data.train=judge:objects", "the items of judge:objects must be plain data, for the checkpoint and "),
+        ("data.train=judge:not_a_number", "the items of judge:not_a_number must be plain data, for the "),
+        ("data.train=judge:pair", "items[0]['x'] = (1, 2), which would not come back equal."),
+        ("data.train=judge:fails", "judge:fails failed: KeyError: 'the data base'; call it in Python to see where"),
+        ("data.train=judge:leaves", "judge:leaves failed: SystemExit: usage; call it in Python to see where"),
+        ("data.train=judge:reward", "judge:reward failed: TypeError: reward() missing 2 required positional"),
+        ("data.held_out=judge:fails", "judge:fails failed: KeyError: 'the data base'; call it in Python to see where"),
+        ("rollout.workflow=judge:fails", "judge:fails failed: TypeError: fails() takes 0 positional arguments but 1"),
+        ("rollout.workflow=judge:no_workflow", "judge:no_workflow must return a Workflow, with `async def run"),
+        ("algorithm.minibatches=257", "algorithm.minibatches must be at most the 256 answers of a batch (rollout."),
+        ("algorithm.loss_options=null", "algorithm.loss_options must be a mapping of names to values, got None"),
+        ("evaluation.temperature=0.001", "evaluation.temperature must be 0 or a number of at least 0.01, got 0.001"),
+        ("trainer.options.devices=cpu", "trainer.options.devices is no option: devices is a field beside options"),
+        ("sampler.options={launcher: x}", "sampler.options.launcher is no option: launcher is a field beside options"),
+        ("sampler.options={1: 2}", "sampler.options must be a mapping of names to values, got {1: 2}"),
+        (".steps=1", "an override must be key=value, got '.steps=1'"),
+        ("rollout..samples=1", "an override must be key=value, got 'rollout..samples=1'"),
+        ("steps=2026-13-45", "the value of the override 'steps=2026-13-45' is no YAML; quote it: month must be"),
+        ("data={train: a, train: b}", "is no YAML; quote it: 'train' is given twice in line 1, column 1: {train"),
         ("placement=shared", 'rollout.max_staleness must be 0 with placement "shared", where samplers stand still'),
         ("sampler.replicas=2", "sampler.devices must be a list of as many for each of 2 replicas, got None"),
         ("sampler.devices=[]", 'sampler.devices must be the name of a device such as "cuda:1", or a list of them'),
@@ -166,7 +199,8 @@ def test_a_run_that_is_older_than_pacing_goes_on_without(config: Path) -> None:
         (None, "cannot read the configuration config.yaml: No such file or directory"),
         ("- a\n", "config.yaml must hold fields and their values, got ['a']"),
         ("a: [\n", "config.yaml is no YAML: "),
-        ("steps: 1\nsteps: 2\n", "config.yaml is no YAML: 'steps' is given twice in \"<unicode string>\", line 1"),
+        ("steps: 1\nsteps: 2\n", "config.yaml is no YAML: 'steps' is given twice in line 1, column 1"),
+        ("steps: 2026-13-45\n", "config.yaml is no YAML: month must be in 1..12"),
         ("", "model is missing; it must be a text that is not empty"),
         ("model: m\n", "data is missing; it must be "),
     ],

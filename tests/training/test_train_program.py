@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from rlcore.cli import main as cli
 from rlcore.configuration_file import read_configuration
 from rlcore.engines.inference import InferenceEngine
+from rlcore.engines.train import TrainEngine
 from rlcore.errors import InvalidInputError, RlcoreError, RolloutError, StateError
 from rlcore.examples import addition
 from rlcore.training.config import TrainConfig
@@ -89,6 +90,8 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
         train("seed=1", "rollout.samples=4", "--resume")
     train("steps=12", "--resume")
     check_episodes(folder, 12)
+    with pytest.raises(InvalidInputError, match=r"run holds a run of 12 steps, and steps is 11; give as many or more"):
+        train("steps=11", "--resume")
     metrics = lines(folder, "metrics")
     assert [one["step"] for one in metrics if "held_out_reward" in one] == [0, 4, 6, 8, 12]
     assert sum(one["reward"] for one in metrics[-3:]) > sum(one["reward"] for one in metrics[1:4]) + 0.15
@@ -116,6 +119,20 @@ def test_a_run_whose_engines_cannot_start_leaves_the_folder_as_it_was(
     with pytest.raises(RlcoreError, match="float33"):
         train(*wrong, "--resume")
     assert {path: path.read_bytes() for path in (folder / "run").iterdir()} == before
+
+
+def test_a_batch_is_cut_into_as_many_minibatches_as_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their number does not divide that of its sequences, here 32."""
+    sizes: list[int] = []
+    train_batch = TrainEngine.train_batch
+
+    def counted(engine: TrainEngine, batch: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        sizes.append(len(batch["input_ids"]))
+        return train_batch(engine, batch, *arguments, **options)
+
+    monkeypatch.setattr(TrainEngine, "train_batch", counted)
+    train("steps=1", "algorithm.minibatches=7", "evaluation.every=100")
+    assert sizes == [5, 5, 5, 5, 4, 4, 4]
 
 
 SHARED, BY_WORKFLOW = (

@@ -237,6 +237,48 @@ def _named(pattern: str, seconds: Mapping[str, float]) -> dict[str, Quantity]:
 # ------------------------------------------------------------------------------------------------------ cases
 
 
+class _SameSums:
+    """Holds what the ways left in vLLM against each other."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[dict[str, int]]] = {}
+        """State of the trainer's weights -> checksums of vLLM's parameters."""
+
+    def check(self, done: Done) -> None:
+        wanted = self._sums.setdefault(done.state, done.sums)
+        expect(done.sums == wanted, "vLLM's parameters are not those that another way, or an earlier round, made")
+        expect(self._sums.get(0) != self._sums.get(1), "the weights of two steps are the same")
+        if done.report is not None:
+            expect(
+                done.report.fallback_bytes == 0, f"{done.report.fallback_bytes} bytes went through vLLM's own loader"
+            )
+
+    def check_again(self, done: Done) -> None:
+        """Check a sync after which nothing has moved."""
+        self.check(done)
+        num_handles = done.report.handles_opened if done.report else 0
+        expect(num_handles == 0, f"{num_handles} handles were opened anew, and nothing had moved")
+
+
+def _contenders(pair: VllmPair, ways: Ways) -> Iterator[Contender]:
+    same_sums, is_one_by_one_slow = _SameSums(), pair.num_names > _MOST_NAMES_ONE_BY_ONE
+    runs = {"turn": ways.turn, "again": ways.again, "packed": ways.packed, "nothing_new": ways.nothing_new}
+    if pair.layout.devices == 1:
+        for name, is_packed in (("vllm_ipc", False), ("vllm_ipc_packed", True)):
+            runs[name] = functools.partial(ways.vllm_ipc, is_packed=is_packed)
+        if not is_one_by_one_slow:
+            runs["per_tensor"] = ways.per_tensor
+    for name, run in runs.items():
+        yield Contender(
+            name,
+            most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,
+            run=run,
+            check=same_sums.check_again if name == "again" else same_sums.check,
+            seconds=lambda done: done.seconds,
+            quantities=lambda done: done.quantities,
+        )
+
+
 def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
     if layout.devices > max(1, device.count()):
         raise UnsupportedError(f"this case on {device.spec.name}", f"it takes {layout.devices} devices")
@@ -252,48 +294,8 @@ def _prepare(model: ModelShape, layout: Layout, device: Device) -> Work:
     except BaseException:
         pair.close()
         raise
-    ways = Ways(pair, limits)
-    expected: dict[int, list[dict[str, int]]] = {}
-
-    def check(done: Done) -> None:
-        wanted = expected.setdefault(done.state, done.sums)
-        expect(done.sums == wanted, "vLLM's parameters are not those that another way, or an earlier round, made")
-        expect(expected.get(0) != expected.get(1), "the weights of two steps are the same")
-        if done.report is not None:
-            expect(
-                done.report.fallback_bytes == 0, f"{done.report.fallback_bytes} bytes went through vLLM's own loader"
-            )
-
-    def check_again(done: Done) -> None:
-        check(done)
-        num_handles = done.report.handles_opened if done.report else 0
-        expect(num_handles == 0, f"{num_handles} handles were opened anew, and nothing had moved")
-
-    is_one_by_one_slow = pair.num_names > _MOST_NAMES_ONE_BY_ONE
-
-    def contender(name: str, run: Callable[[], Done]) -> Contender:
-        return Contender(
-            name,
-            most_runs=_FEW_RUNS if is_one_by_one_slow and name.startswith("vllm_ipc") else None,
-            run=run,
-            check=check_again if name == "again" else check,
-            seconds=lambda done: done.seconds,
-            quantities=lambda done: done.quantities,
-        )
-
-    contenders = {
-        "turn": ways.turn,
-        "again": ways.again,
-        "packed": ways.packed,
-        "nothing_new": ways.nothing_new,
-    }
-    if layout.devices == 1:
-        for name, is_packed in (("vllm_ipc", False), ("vllm_ipc_packed", True)):
-            contenders[name] = functools.partial(ways.vllm_ipc, is_packed=is_packed)
-        if not is_one_by_one_slow:
-            contenders["per_tensor"] = ways.per_tensor
     return Work(
-        tuple(contender(name, run) for name, run in contenders.items()),
+        tuple(_contenders(pair, Ways(pair, limits))),
         {
             "model": pair.name,
             "bytes": pair.nbytes,

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,8 @@ _clusters: list[Cluster] = []
 os.register_at_fork(after_in_child=_clusters.clear)
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
+_ANSWERS_S = 5.0
+"""How long a cluster may take to accept a connection."""
 _WAITING_RANKS = 100_000
 """How many questions the store actor may hold at one time; one that waits costs no thread."""
 _LOCAL = {
@@ -205,11 +208,8 @@ def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster
         MissingDependencyError: Ray is not installed.
         DeviceError: no cluster is there.
     """
-    if address is not None and "://" in address:
-        raise InvalidInputError(
-            f"address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got {address!r}; start the program on "
-            "a host of the cluster, as Ray's client cannot tell of a host that is lost"
-        )
+    if address is not None:
+        _check_address(address)
     with _lock:
         if _clusters:
             return _clusters[0]
@@ -230,9 +230,14 @@ def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[Any]:
-    """Join the cluster at ``address`` for the block, which gets the module ``ray``. Raises as ``connect``."""
+    """Join the cluster at ``address`` for the block, which gets the module ``ray``. Raises as ``connect``.
+
+    It is for a command: nothing else may write to the standard error meanwhile, which Ray's lines are kept from.
+    """
+    _check_address(address)
     ray = _import_ray()
-    _join(ray, address)
+    with _without_stderr():
+        _join(ray, address)
     try:
         yield ray
     finally:
@@ -265,10 +270,42 @@ def _import_ray() -> Any:
     return ray
 
 
+def _check_address(address: str) -> None:
+    if "://" in address:
+        raise InvalidInputError(
+            f"address is that of a cluster, such as '10.0.0.1:6379', or 'auto', got {address!r}; start the program on "
+            "a host of the cluster, as Ray's client cannot tell of a host that is lost"
+        )
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Keep what Ray's library in C++ says from the standard error: it writes to the descriptor."""
+    sys.stderr.flush()
+    with open(os.devnull, "wb") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nobody listens there. Ray itself asks again and again, for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        with contextlib.suppress(OverflowError):  # no port: Ray says so
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
+
+
 def _join(ray: Any, address: str) -> None:
     try:
+        _check_answers(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise DeviceError(
             f"no Ray cluster can be joined at {address!r}: {first_line(error)}; start one with `ray start --head`, or "
             "leave the address out for one of this host alone"

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import socket
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from rlcore.engines.sampling.sglang.interfaces import SglangScheduler
 from rlcore.engines.sampling.sglang.sampling import sample
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
+from rlcore.process.orphan import end_without
 
 FOLDER = "_RLCORE_SGLANG_FOLDER"
 """The environment variable with the folder of the executor's socket."""
 SOCKET = "calls"
 _WORDS = "last-words-"
 _PR_SET_PDEATHSIG = 1  # prctl(2); SGLang asks to be killed as soon as its parent has ended
+_GUARD_S = 10.0
+"""How long the guard has to look at the shared memory of schedulers and to end them."""
 PATIENCE_S = 365 * 86400.0
 """Not a deadline: the executor's end closes when it has no more calls, and with its process."""
 
@@ -55,6 +59,8 @@ def last_words(folder: str, pid: int | None = None) -> str:
 
 def run_scheduler(*arguments: Any, **keywords: Any) -> None:
     """Run a scheduler, called by SGLang in place of its ``run_scheduler_process``."""
+    if (parent := parent_process()) is not None and parent.pid is not None:  # what it imported first took seconds
+        end_without(parent.pid, _GUARD_S)
     logging.getLogger(versions.SCHEDULER_LOG).addHandler(_LastWords(logging.ERROR))
     versions.run_scheduler(arguments, keywords, rpc=serve, sample=sample, folder=os.environ[FOLDER])
 
@@ -87,6 +93,7 @@ class _Served:
         found: SglangShard | None = getattr(self._scheduler, "_rlcore_shard", None)
         if found is None:
             found = self._scheduler._rlcore_shard = SglangShard(self._scheduler)
-            # The guard of the executor's process ends this one too, and sees before what it shares by name.
+            # The guard of the executor's process ends this one too, and sees before what it shares by name. Where the
+            # guard was killed, ``end_without`` ends it.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         return found

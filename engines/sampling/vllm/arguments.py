@@ -93,6 +93,7 @@ def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | N
 
 
 def _rank_of_torchrun() -> int:
+    # Not in engine_arguments, whose keys the tests take for arguments of vLLM.
     return int(os.environ["RANK"])
 
 

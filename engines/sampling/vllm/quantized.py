@@ -43,10 +43,8 @@ def _found(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Quantize
 
 
 def _matrices(layer: Any, name: str, dtype: torch.dtype, *, is_blockwise: bool) -> QuantizedMatrices | None:
-    weight, scale = (
-        getattr(layer, name, None),
-        next(filter(_is_tensor, (getattr(layer, name + end, None) for end in _SCALES)), None),
-    )
+    weight, scales = getattr(layer, name, None), [getattr(layer, name + end, None) for end in _SCALES]
+    scale = next((one for one in scales if isinstance(one, Tensor)), None)
     if not isinstance(weight, Tensor) or weight.dtype != torch.float8_e4m3fn or scale is None:
         return None
     if is_blockwise and list(getattr(layer, "weight_block_size", None) or ()) != [BLOCK, BLOCK]:
@@ -65,7 +63,3 @@ def _matrices(layer: Any, name: str, dtype: torch.dtype, *, is_blockwise: bool) 
         return QuantizedMatrices(weight.detach(), scale.detach(), count, rows, columns, is_blockwise, dtype)
     except InvalidInputError:  # padded, or with scales of another grid
         return None
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rlcore.arguments import AT_LEAST_0, COUNT, MAPPING, TEXT, WHOLE
 from rlcore.errors import InvalidInputError, UnsupportedError
 
 _NOT_HERE = {
@@ -12,6 +14,15 @@ _NOT_HERE = {
     "use_mp_opt": "weights of the optimizer are float32 already; with bf16 the module computes with bfloat16",
 }
 """Flags that change what is computed in LightRFT, and would change nothing here."""
+
+
+_ACCEPTS = {
+    **dict.fromkeys(("seed", "micro_train_batch_size", "train_batch_size", "zero_stage"), WHOLE),
+    **dict.fromkeys(("engine_tp_size", "sp_size"), COUNT),
+    **dict.fromkeys(("max_norm", "actor_learning_rate", "l2", "lr_warmup_ratio"), AT_LEAST_0),
+    **dict.fromkeys(("train_options", "engine_options"), MAPPING),
+    "engine_type": TEXT,
+}
 
 
 @dataclass
@@ -46,7 +57,12 @@ class StrategyConfig:
     @classmethod
     def from_args(cls, args: Any) -> StrategyConfig:
         """Take over the attributes of ``args``, an ``argparse.Namespace`` or alike, by name."""
+        if args is None or isinstance(args, Mapping):  # it would have none of the attributes
+            raise InvalidInputError(f"a strategy takes an argparse.Namespace or alike as args, got {args!r:.200}")
         config = cls(**{one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)})
+        for name, accepts in _ACCEPTS.items():
+            if not accepts.has(value := getattr(config, name)):
+                raise InvalidInputError(f"--{name} must be {accepts.words}, got {value!r:.200}")
         for name, instead in _NOT_HERE.items():
             if getattr(config, name):
                 raise UnsupportedError(f"--{name}", instead)

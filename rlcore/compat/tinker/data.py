@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rlcore.arguments import LIST
 from rlcore.compat.tinker import types
 from rlcore.errors import InvalidInputError
 
@@ -18,9 +19,13 @@ _MAX_TOKENS = 16384
 
 
 def check_data(data: Sequence[types.Datum], reads: Sequence[str]) -> None:
+    if not LIST.has(data) or not all(isinstance(datum, types.Datum) for datum in data):
+        raise InvalidInputError(f"forward_backward() takes a list of Datum as data, got {data!r:.100}")
     if not data:
         raise InvalidInputError("forward_backward() needs at least one datum, got none")
     for number, datum in enumerate(data):
+        if not datum.model_input.length:
+            raise InvalidInputError(f"the model_input of datum {number} is empty; give at least one token")
         for name in ("target_tokens", *reads):
             found = datum.loss_fn_inputs.get(name)
             if found is None:

@@ -66,6 +66,8 @@ class ModelHost:
         self._changed = threading.Condition()
         self._under_way: set[Future[RequestOutput]] = set()
         """The samples that the inference engine has not answered yet."""
+        self._is_in_doubt = False
+        """The inference engine was restarted, and has answered nothing since."""
         self._served: Snapshot | None = None
         self._trained: Snapshot | None = None
         """The snapshot whose adapters the trainer has; None after a step."""
@@ -123,6 +125,7 @@ class ModelHost:
             self._under_way.add(answer)
 
         def deliver(found: RequestOutput | RlcoreError) -> None:
+            self._is_in_doubt = False
             with self._changed:
                 if answer not in self._under_way:
                     return  # it has failed already, with the engine
@@ -153,9 +156,14 @@ class ModelHost:
             self._ops.submit(self._serve_again)
 
     def _serve_again(self) -> None:
-        """Restart the inference engine if it has failed; if it cannot be, what it had under way fails."""
-        if not self._fleet.why_none():
+        """Restart the inference engine if it has failed; if it cannot be, or fails again, what is under way fails."""
+        if not (failure := self._fleet.why_none()):
             return
+        if self._is_in_doubt:  # such as with weights that are NaN
+            self._is_in_doubt = False
+            self._fail_under_way(failure)
+            return
+        self._is_in_doubt = True
         try:
             self._serve(self._served or self.base)
         except RlcoreError as error:

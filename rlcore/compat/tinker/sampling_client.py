@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlcore.arguments import Kind, kind_of, takes
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.futures import APIFuture
 from rlcore.compat.tinker.host import ModelHost, Snapshot
@@ -17,6 +18,8 @@ from rlcore.engines.sampling.model_folder import check_model_folder, load_tokeni
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 
+_PROMPT = Kind("a ModelInput with tokens", lambda value: isinstance(value, types.ModelInput) and value.length > 0)
+
 
 class SamplingClient:
     """Samples from one snapshot of the weights, also after the trainer has gone on."""
@@ -24,6 +27,7 @@ class SamplingClient:
     def __init__(self, host: ModelHost, base_model: str, snapshot: Snapshot | None) -> None:
         self._host, self._base_model, self._snapshot = host, base_model, snapshot
 
+    @takes("sample()", prompt=_PROMPT, sampling_params=kind_of("SamplingParams", types.SamplingParams))
     def sample(
         self,
         prompt: types.ModelInput,
@@ -60,6 +64,7 @@ class SamplingClient:
         begun.future().add_done_callback(note_failure)
         return APIFuture(response)
 
+    @takes("compute_logprobs()", prompt=_PROMPT)
     def compute_logprobs(self, prompt: types.ModelInput) -> APIFuture[list[float | None]]:
         """Return the log-prob of each token given those before it; None for the first."""
 
@@ -84,7 +89,7 @@ class SamplingClient:
 
     def _params(self, given: types.SamplingParams, num_samples: int, length: int) -> SamplingParams:
         stops: list[Any] = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
-        ids = [self._token_of(one) if isinstance(one, str) else int(one) for one in stops]
+        ids = [self._token_of(one) if isinstance(one, str) else one for one in stops]
         max_tokens = given.max_tokens
         if max_tokens is None:
             longest = check_model_folder(Path(self._base_model)).config.get("max_position_embeddings")

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
-from rlcore.arguments import SECONDS, takes
+from rlcore.arguments import COUNT, FLAG, MAPPING, PATH, SECONDS, WHOLE, optional, takes
 from rlcore.compat.tinker.futures import ClientFuture
 from rlcore.compat.tinker.host import ModelHost
 from rlcore.compat.tinker.module import lora_module
@@ -29,7 +29,13 @@ class ServiceClient:
             restarted, and what it had under way begins anew.
     """
 
-    @takes("ServiceClient", unhealthy_after_s=SECONDS)
+    @takes(
+        "ServiceClient",
+        folder=PATH,
+        trainer=optional(MAPPING),
+        sampler=optional(MAPPING),
+        unhealthy_after_s=SECONDS,
+    )
     def __init__(
         self,
         user_metadata: dict[str, str] | None = None,
@@ -47,6 +53,14 @@ class ServiceClient:
         self._hosts: dict[str, ModelHost] = {}
         self._clients: dict[str, TrainingClient] = {}
 
+    @takes(
+        "create_lora_training_client()",
+        base_model=PATH,
+        rank=COUNT,
+        seed=optional(WHOLE),
+        train_mlp=FLAG,
+        train_attn=FLAG,
+    )
     def create_lora_training_client(  # noqa: PLR0917  # Tinker's own
         self,
         base_model: str,
@@ -60,6 +74,10 @@ class ServiceClient:
 
         ``train_unembed`` does nothing: the output head gets no adapter.
         """
+        if not (train_mlp or train_attn):
+            raise InvalidInputError(
+                "create_lora_training_client() needs train_mlp or train_attn: it has no other adapters"
+            )
         if base_model in self._hosts:
             raise StateError(
                 f"{base_model} has a client already; rlcore trains one set of adapters of a model at a time"

@@ -5,6 +5,7 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlcore.arguments import MAPPING, PATH, TEXT, Kind, kind_of, optional, takes
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.data import check_data, micro_batches, packed, with_inputs
 from rlcore.compat.tinker.futures import APIFuture, ClientFuture
@@ -22,6 +24,9 @@ from rlcore.compat.tinker.sampling_client import SamplingClient
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
 from rlcore.errors import InvalidInputError
 
+_NAME = Kind(
+    "a name without a slash", lambda value: isinstance(value, str) and re.fullmatch(r"[\w-][\w.-]*", value) is not None
+)
 CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
@@ -32,12 +37,14 @@ class TrainingClient:
         self._host, self._base_model, self._rank, self._folder = host, base_model, rank, folder
         self._names: dict[str, Snapshot] = {}
 
+    @takes("forward()", loss_fn=TEXT, loss_fn_config=optional(MAPPING))
     def forward(
         self, data: list[types.Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """As ``forward_backward``, without gradients."""
         return self._begin(data, loss_fn, loss_fn_config, with_gradients=False)
 
+    @takes("forward_backward()", loss_fn=TEXT, loss_fn_config=optional(MAPPING))
     def forward_backward(
         self, data: list[types.Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> APIFuture[types.ForwardBackwardOutput]:
@@ -49,6 +56,7 @@ class TrainingClient:
         """
         return self._begin(data, loss_fn, loss_fn_config, with_gradients=True)
 
+    @takes("forward_backward_custom()", loss_fn=Kind("a function", callable))
     def forward_backward_custom(
         self, data: list[types.Datum], loss_fn: CustomLoss
     ) -> APIFuture[types.ForwardBackwardOutput]:
@@ -64,7 +72,7 @@ class TrainingClient:
             unweighted = [with_inputs(datum, weights=torch.zeros(datum.model_input.length)) for datum in data]
             found = self._accumulate(unweighted, "cross_entropy", {}, with_gradients=False)
             logprobs = [one["logprobs"].to_torch().requires_grad_() for one in found.loss_fn_outputs]
-            loss, metrics = loss_fn(data, logprobs)
+            loss, metrics = _checked_loss(loss_fn(data, logprobs))
             slopes = torch.autograd.grad(loss, logprobs, allow_unused=True)
             weighted = [
                 with_inputs(datum, weights=torch.zeros_like(own) if slope is None else -slope)
@@ -75,6 +83,7 @@ class TrainingClient:
 
         return self._host.submit(compute)
 
+    @takes("optim_step()", optim_params=kind_of("AdamParams", types.AdamParams))
     def optim_step(self, optim_params: types.AdamParams) -> APIFuture[types.OptimStepResponse]:
         """Take a step of AdamW with the gradients since the last one."""
 
@@ -95,6 +104,7 @@ class TrainingClient:
 
         return ClientFuture(self._host.submit(make).future())
 
+    @takes("save_weights_for_sampler()", name=_NAME)
     def save_weights_for_sampler(self, name: str) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Keep the weights of now, in this process, for ``create_sampling_client(path)``."""
 
@@ -113,6 +123,7 @@ class TrainingClient:
             )
         return SamplingClient(self._host, self._base_model, self._names[model_path])
 
+    @takes("save_state()", name=_NAME)
     def save_state(self, name: str) -> APIFuture[types.SaveWeightsResponse]:
         """Write a checkpoint of weights and optimizer."""
 
@@ -122,6 +133,7 @@ class TrainingClient:
 
         return self._host.submit(save)
 
+    @takes("load_state()", path=PATH)
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
         """Read a checkpoint of ``save_state``; its optimizer, too."""
 
@@ -162,3 +174,14 @@ class TrainingClient:
                 both = {"logprobs": logprob, "elementwise_loss": elementwise}
                 outputs.append({name: types.TensorData.from_torch(value) for name, value in both.items()})
         return types.ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": total})
+
+
+def _checked_loss(result: Any) -> tuple[Tensor, Mapping[str, float]]:
+    """Return what a loss of the user's gave, if it can be derived and its metrics are a mapping."""
+    match result:
+        case (Tensor(shape=shape, requires_grad=True) as loss, Mapping() as metrics) if not shape:
+            return loss, metrics
+    raise InvalidInputError(
+        "the loss function of forward_backward_custom() must return (loss, metrics), a tensor of one number that "
+        f"depends on the log-probs and a mapping; got {result!r:.200}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.arguments import AT_LEAST_0, WHOLE_FROM_0
 from rlcore.errors import InvalidInputError
 
 StopReason = Literal["length", "stop"]
@@ -65,7 +67,10 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:
-        return cls([EncodedTextChunk(list(tokens))])
+        found = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+        if not all(map(WHOLE_FROM_0.has, found)):
+            raise InvalidInputError(f"ModelInput.from_ints() takes whole numbers of at least 0, got {tokens!r:.100}")
+        return cls([EncodedTextChunk(found)])
 
     @classmethod
     def empty(cls) -> Self:
@@ -96,6 +101,10 @@ class Datum:
     loss_fn_inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model_input, ModelInput) or not isinstance(self.loss_fn_inputs, Mapping):
+            raise InvalidInputError(
+                f"a Datum takes a ModelInput and a mapping, got {self.model_input!r:.50}, {self.loss_fn_inputs!r:.50}"
+            )
         found = {name: _tensor_data(name, value) for name, value in self.loss_fn_inputs.items()}
         object.__setattr__(self, "loss_fn_inputs", found)
 
@@ -110,6 +119,15 @@ class AdamParams:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            limit = 1 if name.startswith("beta") else math.inf
+            if not AT_LEAST_0.has(value) or value >= limit:
+                below = " below 1" if limit == 1 else ""
+                raise InvalidInputError(
+                    f"AdamParams.{name} must be a finite number of at least 0{below}, got {value!r}"
+                )
 
 
 @dataclass(frozen=True)

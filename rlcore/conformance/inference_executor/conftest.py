@@ -38,7 +38,7 @@ def apart(under_test: UnderTest) -> Any:
 
 @pytest.fixture(scope="session")
 def dtype(folder: Path) -> torch.dtype:
-    """In which the folder's model is computed."""
+    """The dtype in which the folder's model is computed."""
     config = check_model_folder(folder).config
     found: torch.dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
     return found

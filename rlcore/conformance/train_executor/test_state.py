@@ -15,7 +15,7 @@ from rlcore.errors import CheckpointError, InvalidInputError
 
 
 def trained(engine: Any, batches: list[Any], loss_fn: Any) -> list[float]:
-    """Their losses, which are the same only where weights, optimizer and scheduler are."""
+    """Train on the batches; return the losses, which are the same only where weights, optimizer and scheduler are."""
     return [engine.train_batch(batch, loss_fn)["loss"] for batch in batches]
 
 

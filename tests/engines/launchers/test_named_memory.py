@@ -20,6 +20,7 @@ from rlcore.process import guard
 from rlcore.process.status import session_of
 
 SHARED = Path("/dev/shm")
+PR_SET_NAME = 15  # prctl(2)
 
 
 class Maker:
@@ -30,8 +31,9 @@ class Maker:
         pass
 
     def start_child(self) -> int:
-        """As vLLM's workers, it says what it is where its environment was."""
+        """As vLLM's workers, it says what it is where its environment was; its name is cut in a letter."""
         code = "import ctypes, os, sys; end = open('/proc/self/stat').read().rpartition(')')[2].split();"
+        code += f" ctypes.CDLL(None).prctl({PR_SET_NAME}, {'fourteen bytesé'.encode()!r});"
         code += " first, last = int(end[47]), int(end[48]); ctypes.memset(first, 0, last - first); print(flush=True);"
         code += " import time; time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -61,6 +63,13 @@ class Maker:
         return guard._file(SHARED / name) in guard.shared_memory([os.getpid()])
 
 
+def guard_of(worker: int) -> int:
+    """Return the process of its session that leads a process group besides the worker."""
+    others = [pid for pid in guard._processes() if session_of(pid) == worker != pid]
+    (found,) = [pid for pid in others if os.getpgid(pid) == pid]
+    return found
+
+
 @pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.slow), "SIGKILL"])
 def test_nothing_stays_of_a_worker_and_its_descendants(
     how: str, start_group: Callable[..., Any], wait_until: Any, capfd: Any
@@ -73,7 +82,10 @@ def test_nothing_stays_of_a_worker_and_its_descendants(
         assert guard.FAMILY not in Path(f"/proc/{unmarked}/environ").read_text()
         descendants = [unmarked, *(worker.call("fork", in_own_session).result() for in_own_session in (False, True))]
         assert None not in map(session_of, descendants)
+        assert b"(fourteen bytes\xc3)" in Path(f"/proc/{unmarked}/stat").read_bytes()
         if how == "SIGKILL":
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # to whoever's command line has a word
+                os.kill(guard_of(worker.process_id), number)
             os.kill(worker.process_id, signal.SIGKILL)
             wait_until(lambda: set(map(session_of, descendants)) == {None})
     wait_until(lambda: set(map(session_of, descendants)) == {None})

@@ -98,7 +98,7 @@ class World:
         self.open()
         (self.digest,) = self.receiver._plans
         self.load_digest = self.receiver.plan_load([1])
-        self.num_buckets = self.sender.take_plan(self.digest, SLOT_BYTES, self.receiver.pieces(self.digest)[0])
+        self.sender.take_plan(self.digest, SLOT_BYTES, self.receiver.pieces(self.digest)[0])
 
     def begin(self, version: int, *, is_staged: bool | None = None, trainer: str = TRAINER) -> None:
         staged = self.is_staged if is_staged is None else is_staged

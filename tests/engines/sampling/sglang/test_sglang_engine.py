@@ -6,6 +6,7 @@ The conformance suite holds its contract; what is here is SGLang's alone.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 import rlcore
-from rlcore.conformance.ends import Belongings, descendants
+from rlcore.conformance.ends import Belongings, descendants, wait_until
 from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError, WorkerDiedError
+from rlcore.process.status import start_time
 from tests.accuracy import assert_as_accurate
 from tests.model_rounding import logprob_rounding
 
@@ -45,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,  # SGLang's model has a head of its own, which a tied checkpoint would not fill
     },
 }
+OPTIONS = {"Qwen3MoeConfig": {"enable_return_routed_experts": True}}
+"""Of ``build()``. The two ranks have this model without."""
 LOADED_NORMS = {"GemmaConfig": 5, "Gemma2Config": 9}
 """Norms of which SGLang's loader also makes a buffer of weights + 1. No plan copies it: the loader writes both."""
 
@@ -95,12 +99,53 @@ def plain_logprobs(model: Any, sequences: list[tuple[list[int], list[int]]], tem
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("config", MODELS)
+@pytest.fixture(scope="module")
+def replica(
+    request: pytest.FixtureRequest, write_model: WriteModel, build_sglang: Callable[..., Any]
+) -> Iterator[tuple[rlcore.InferenceEngine, Path]]:
+    """An engine of a model of ``MODELS``, and its folder. All tests of a model have the same: each costs 20 s."""
+    folder = write_model(request.param, **MODELS[request.param])
+    with build_sglang(folder, **OPTIONS.get(request.param, {})) as engine:
+        yield engine, folder
+
+
+@pytest.mark.skipif(DTYPE != "float32", reason="in bfloat16 right routers differ where experts are nearly equal")
+@pytest.mark.parametrize("replica", ["Qwen3MoeConfig"], indirect=True)
+def test_completions_have_the_experts_that_transformers_chooses(replica: Any) -> None:
+    """A second request with the same beginning has them too; its first tokens are in the prefix cache."""
+    infer, folder = replica
+    model = model_of(folder)
+    for outputs in (infer.generate(PROMPTS, FREE | {"n": 2}), infer.generate(PROMPTS, FREE | {"max_tokens": 3})):
+        for output in outputs:
+            for completion in output.outputs:
+                ids = torch.tensor([output.prompt_token_ids + completion.token_ids[:-1]], device=DEVICE)
+                with torch.no_grad():
+                    scores = model(ids, output_router_logits=True).router_logits
+                chosen = torch.stack([layer.topk(2).indices for layer in scores], 1).cpu()
+                found = completion.routed_experts
+                assert found is not None and found.dtype == torch.int16
+                assert found.sort(-1).values.tolist() == chosen.sort(-1).values.tolist()
+
+
+@pytest.mark.parametrize("replica", ["Qwen2Config"], indirect=True)
+def test_a_prompt_that_is_too_long_is_refused(replica: Any) -> None:
+    """SGLang would cut it short without a word."""
+    infer, folder = replica
+    most = json.loads((folder / "config.json").read_text())["max_position_embeddings"] - 2
+    told = rf"together {most + 1}; the model has {most} positions \(context_length\)"
+    with pytest.raises(InvalidInputError, match=told):
+        infer.generate([[5]], {"max_tokens": most})
+    assert len(infer.generate([[5]], FREE | {"max_tokens": most - 1})[0].outputs[0].token_ids) == most - 1
+
+
+@pytest.mark.parametrize("replica", MODELS, indirect=True)
 def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
-    config: str, write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
+    replica: Any, request: pytest.FixtureRequest, write_model: WriteModel, build_train: Callable[..., Any]
 ) -> None:
-    first, second = (write_model(config, seed=seed, **MODELS[config]) for seed in (0, 1))
-    with build_sglang(first) as infer, build_train(second) as train:
+    config = request.node.callspec.params["replica"]
+    infer, first = replica
+    second = write_model(config, seed=1, **MODELS[config])
+    with build_train(second) as train:
         for temperature in (0.7, 1.0, 1.3):
             assert_as_transformers(infer, first, temperature=temperature)
         report = train.sync_weights(infer, verify=True)
@@ -109,6 +154,30 @@ def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
         assert_as_transformers(infer, second)
         lose_nothing(infer)
         assert_as_transformers(infer, second)
+
+
+@pytest.mark.parametrize("replica", ["Qwen2Config"], indirect=True)
+def test_a_killed_worker_leaves_no_scheduler(replica: Any) -> None:
+    """The worker and its schedulers are all the processes of a replica."""
+    infer, _ = replica
+    assert sum(b"sglang::" in command for command in commands(infer).values()) == len(schedulers(infer)) == 1
+    belongings = Belongings(infer)
+    os.kill(infer.executors[0].workers[0].process_id, signal.SIGKILL)
+    belongings.wait_until_gone()
+
+
+@pytest.mark.parametrize("replica", ["LlamaConfig"], indirect=True)
+def test_a_worker_that_is_killed_with_its_guard_leaves_no_scheduler(replica: Any) -> None:
+    """As by ``pkill -9 -f rlcore``: a scheduler is not found by that, as it writes a title over its command line."""
+    infer, _ = replica
+    (scheduler,) = schedulers(infer)
+    began = start_time(scheduler)
+    worker = infer.executors[0].workers[0].process_id
+    own = Path(f"/proc/{worker}/cmdline").read_bytes()
+    (guard,) = [pid for pid, command in commands(infer).items() if command == own]  # it is a fork of the worker
+    for pid in (guard, worker):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: start_time(scheduler) != began, "the scheduler did not end")
 
 
 def lose_nothing(engine: rlcore.InferenceEngine) -> None:
@@ -145,26 +214,6 @@ def test_large_tensors_and_captured_graphs_lose_nothing(
         moved = sum(one.freed_device_bytes for reports in infer.offload().values() for one in reports)
         assert moved > 8 << 30
         assert torch.cuda.mem_get_info()[0] - free > moved - (1 << 28), "the driver has it again"
-
-
-@pytest.mark.skipif(DTYPE != "float32", reason="in bfloat16 right routers differ where experts are nearly equal")
-def test_completions_have_the_experts_that_transformers_chooses(
-    write_model: WriteModel, build_sglang: Callable[..., Any]
-) -> None:
-    """A second request with the same beginning has them too; its first tokens are in the prefix cache."""
-    folder = write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"])
-    model = model_of(folder)
-    with build_sglang(folder, enable_return_routed_experts=True) as infer:
-        for outputs in (infer.generate(PROMPTS, FREE | {"n": 2}), infer.generate(PROMPTS, FREE | {"max_tokens": 3})):
-            for output in outputs:
-                for completion in output.outputs:
-                    ids = torch.tensor([output.prompt_token_ids + completion.token_ids[:-1]], device=DEVICE)
-                    with torch.no_grad():
-                        scores = model(ids, output_router_logits=True).router_logits
-                    chosen = torch.stack([layer.topk(2).indices for layer in scores], 1).cpu()
-                    found = completion.routed_experts
-                    assert found is not None and found.dtype == torch.int16
-                    assert found.sort(-1).values.tolist() == chosen.sort(-1).values.tolist()
 
 
 def write_two_ranks(write_model: WriteModel, seed: int = 0) -> Path:
@@ -224,15 +273,6 @@ def test_a_killed_scheduler_is_named_at_once_and_takes_nothing_with_it(two_ranks
     belongings.wait_until_gone()
 
 
-def test_a_killed_worker_leaves_no_scheduler(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
-    """The worker and its schedulers are all the processes of a replica."""
-    with build_sglang(write_model()) as infer:
-        assert sum(b"sglang::" in command for command in commands(infer).values()) == len(schedulers(infer)) == 1
-        belongings = Belongings(infer)
-        os.kill(infer.executors[0].workers[0].process_id, signal.SIGKILL)
-        belongings.wait_until_gone()
-
-
 def test_a_value_that_sglang_refuses_is_told(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
     with pytest.raises(RlcoreError, match="SGLang could not start: ValueError: 'no_such_format' is not a valid"):
         build_sglang(write_model(), load_format="no_such_format")
@@ -244,11 +284,3 @@ def test_a_model_that_sglang_fills_in_part_is_refused(
     """It would answer nonsense without a word."""
     with pytest.raises(UnsupportedError, match=r"in SGLang is not supported: no weight reaches 'lm_head\.weight'"):
         build_sglang(write_model("Qwen3MoeConfig", **MODELS["Qwen3MoeConfig"] | {"tie_word_embeddings": True}))
-
-
-def test_a_prompt_that_is_too_long_is_refused(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:
-    """SGLang would cut it short without a word."""
-    with build_sglang(write_model(), context_length=32) as infer:
-        with pytest.raises(InvalidInputError, match=r"together 41; the model has 30 positions \(context_length\)"):
-            infer.generate([[5]], {"max_tokens": 40})
-        assert len(infer.generate([[5]], FREE | {"max_tokens": 29})[0].outputs[0].token_ids) == 29

@@ -56,9 +56,7 @@ def _quick(short_runtime_folder: Path) -> Iterator[None]:
         patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
         patch.setenv("RLCORE_CACHE", str(short_runtime_folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv(
-            "TORCH_COMPILE_DISABLE", "1"
-        )  # vLLM compiles a part of its sampler, which takes longer than a test
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a part of its sampler: longer than a test
         yield
 
 

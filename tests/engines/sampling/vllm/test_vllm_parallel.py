@@ -46,7 +46,7 @@ def children(pid: int) -> list[int]:
 
 def shared_names(pid: int) -> list[Path]:
     """Return the names that a replica and vLLM's workers share."""
-    files = guard._shared_memory([pid, *children(pid)])
+    files = guard.shared_memory([pid, *children(pid)])
     found = [path for path in Path("/dev/shm").iterdir() if path.name.startswith(guard.NAMED_MEMORY)]
     return [path for path in found if guard._file(path) in files]
 

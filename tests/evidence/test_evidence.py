@@ -1,0 +1,89 @@
+"""The measurements of GPUs are commands that exist; they are run, ended and left out as their file says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.bench.case import load_cases
+from rlcore.process.status import state_of
+from tests.evidence.__main__ import JOBS, Free, Job, Outcome, main, read_jobs, run
+
+ROOT = JOBS.parent.parent.parent
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def test_each_job_runs_modules_cases_and_tests_that_exist() -> None:
+    cases, jobs = load_cases(), read_jobs(JOBS, [])
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        words = shlex.split(job.command)
+        for module in re.findall(r"\{python\} -m ([\w.]+)", job.command):
+            assert importlib.util.find_spec(module) is not None, (job.name, module)
+        if "bench run" in job.command:
+            for name in words[words.index("run") + 1 : words.index("-o")]:
+                assert any(case == name or case.startswith(f"{name}/") for case in cases), (job.name, name)
+        for path in (word for word in words if word.startswith("tests/")):
+            assert (ROOT / path).exists(), (job.name, path)
+
+
+def job(name: str, command: str, **needs: Any) -> Job:
+    return Job(name, command, **{"seconds": 30, "gpus": 0, "cores": 1} | needs)
+
+
+def test_jobs_share_the_machine_and_what_does_not_run_says_why(tmp_path: Path) -> None:
+    free = Free([0, 1], CORES[:1], {"": "python", "vllm": "/envs/vllm/bin/python"})
+    show = "echo {python} $CUDA_VISIBLE_DEVICES; taskset -cp $$; echo x > {out}/record"
+    jobs = [
+        job("two", show, gpus=2),
+        job("vllm", show, gpus=1, environment="vllm"),
+        job("sglang", show, environment="sglang"),
+        job("three", show, gpus=3),
+        job("long", show, seconds=3601),
+        job("wrong", "false | true"),
+    ]
+    found = {one.name: one.outcome for one in run(jobs, free, tmp_path, minutes=60)}
+    assert found == {
+        "two": "done",
+        "vllm": "done",
+        "sglang": "not begun: it needs --python sglang=INTERPRETER",
+        "three": "not begun: it needs 3 GPUs and 1 processors; there are 2 and 1",
+        "long": "not begun: 3601 s do not fit into what is left",
+        "wrong": "failed (1)",
+    }
+    logs = {name: (tmp_path / name / "log").read_text().splitlines() for name in ("two", "vllm")}
+    assert logs["two"][0] == "python 0,1" and logs["vllm"][0] == "/envs/vllm/bin/python 0"
+    assert logs["vllm"][1].endswith(f": {CORES[0]}")
+    assert (tmp_path / "two" / "record").exists()
+    assert sorted(free.gpus) == [0, 1] and free.cores == CORES[:1]
+
+
+def test_a_job_over_its_time_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    command = f"echo begun; sleep 300 & echo $! > {tmp_path}/child; trap 'echo told; exit 0' TERM; wait"
+    began = time.monotonic()
+    [outcome] = run([job("endless", command, seconds=1)], Free([], CORES, {"": "python"}), tmp_path, minutes=1)
+    assert outcome == Outcome("endless", "ended after 1 s", outcome.seconds)
+    assert outcome.seconds >= 1 and time.monotonic() - began < 25
+    assert (tmp_path / "endless" / "log").read_text() == "begun\ntold\n"
+    child = int((tmp_path / "child").read_text())
+    while state_of(child) not in ("", "Z"):
+        assert time.monotonic() - began < 25
+        time.sleep(0.02)
+
+
+def test_the_command_writes_what_became_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "jobs.toml"
+    file.write_text('[[job]]\nname = "a"\ncommand = "{python} --version"\nseconds = 30\ngpus = 0\ncores = 1\n')
+    assert main([str(tmp_path / "out"), "--file", str(file)]) == 0
+    assert [one["outcome"] for one in json.loads((tmp_path / "out" / "outcomes.json").read_text())] == ["done"]
+    assert capsys.readouterr().out.split()[0] == "a"
+    with pytest.raises(SystemExit, match="there is no job 'b'; these are: a"):
+        main([str(tmp_path / "more"), "b", "--file", str(file)])
