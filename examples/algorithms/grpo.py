@@ -1,6 +1,6 @@
 """GRPO (arXiv:2402.03300): a group's mean as the baseline, and the divergence from a reference in the loss."""
 
-from rlcore.examples.algorithms.loop import TEMPERATURE, Algorithm, Batch, Rollout, Run, main, reference_of
+from rlcore.examples.algorithms.loop import Algorithm, Batch, Rollout, Run, main, reference_of
 from rlcore.ops import LossFn, combine, kl, ppo_clip
 
 
@@ -15,7 +15,7 @@ class GRPO(Algorithm):
 
     def prepare(self, run: Run, rollout: Rollout, batch: Batch) -> None:
         super().prepare(run, rollout, batch)
-        batch["ref_logprobs"] = self.reference.forward_logprobs(batch, temperature=TEMPERATURE)
+        batch["ref_logprobs"] = self.reference.forward_logprobs(batch, temperature=self.temperature)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.examples.algorithms.loop import TEMPERATURE, Algorithm, Batch, Rollout, Run, main
+from rlcore.examples.algorithms.loop import Algorithm, Batch, Rollout, Run, main
 from rlcore.ops import token_logprob
 from rlcore.quickstart.policy import PolicyMethods
 
@@ -14,13 +14,13 @@ class Entropies(PolicyMethods):
     """The policy's own methods, and one that looks at its distributions."""
 
     @torch.no_grad()
-    def entropies(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def entropies(self, input_ids: Tensor, attention_mask: Tensor, temperature: float) -> Tensor:
         """Return [N, L] on the host: the entropy of the distribution of each token, 0 at the first."""
         device: Any = self.device
         input_ids = input_ids.to(device)
         logits = self(input_ids, attention_mask.to(device)).logits[:, :-1]
         scores = token_logprob(
-            logits.flatten(0, 1), input_ids[:, 1:].flatten(), temperature=TEMPERATURE, with_entropy=True
+            logits.flatten(0, 1), input_ids[:, 1:].flatten(), temperature=temperature, with_entropy=True
         )
         assert scores.entropy is not None
         return torch.nn.functional.pad(scores.entropy.view(len(input_ids), -1), (1, 0)).cpu()
@@ -35,7 +35,7 @@ class HighEntropy(Algorithm):
 
     def prepare(self, run: Run, rollout: Rollout, batch: Batch) -> None:
         super().prepare(run, rollout, batch)
-        [entropy_NL] = run.train.entropies(batch["input_ids"], batch["attention_mask"])
+        [entropy_NL] = run.train.entropies(batch["input_ids"], batch["attention_mask"], self.temperature)
         batch["loss_mask"] = high_entropy_mask(entropy_NL, batch["loss_mask"], share=self.share)
 
 

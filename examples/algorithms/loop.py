@@ -13,6 +13,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from rlcore.quickstart.policy import PolicyMethods
 from rlcore.quickstart.pretrained import model_class, tokenizer_of
 from rlcore.quickstart.run import SMALL
 
-TEMPERATURE, IMITATION_RATE = 1.25, 2e-3
+IMITATION_RATE, SCORED_SAMPLES = 2e-3, 8
 Batch = dict[str, Tensor]
 
 
@@ -48,21 +49,38 @@ class Rollout:
         return Rollout([self.problems[row] for row in kept], [self.outputs[row] for row in kept], self.rewards[kept])
 
 
+class Score(NamedTuple):
+    """Shares of right answers to held-out problems."""
+
+    greedy: float
+    """Of the likeliest answers."""
+    sampled: float
+    """Of answers drawn at temperature 1: pass@1, the mean of several answers to each problem."""
+
+    def __str__(self) -> str:
+        return f"{self.greedy:.3f} greedy, {self.sampled:.3f} sampled"
+
+
 class Outcome(NamedTuple):
     """Keeps what a run did."""
 
     before: float
-    """The share of right greedy answers to held-out problems before the first step."""
+    """``Score.greedy`` before the first step."""
+    before_sampled: float
     rewards: list[float]
     """The mean reward of each step."""
     after: float
+    after_sampled: float
 
 
 class Algorithm:
     """An algorithm: it does something of its own at each of the places where algorithms differ."""
 
-    imitation = 300
-    """Supervised steps before the first of the algorithm, unless ``--imitation`` says otherwise."""
+    imitation, samples, rate = 300, 8, 3e-4
+    """Supervised steps before the first of the algorithm, answers to each problem, and the learning rate, unless
+    ``--imitation``, ``--samples`` and ``--rate`` say otherwise."""
+    temperature = 1.25
+    """Of the answers on which it trains."""
     policy: type = PolicyMethods
     """Mixed into the model's class; its methods are those of ``run.train``."""
     token_weights: Any = "seq-mean-token-mean"
@@ -101,7 +119,7 @@ class Algorithm:
                 self.loss_fn(),
                 token_weights=self.token_weights,
                 max_length=self.max_length,
-                temperature=TEMPERATURE,
+                temperature=self.temperature,
             )
         return metrics
 
@@ -154,7 +172,7 @@ class Run:
     def sample(self, num_problems: int) -> Rollout:
         """Draw problems, and answer each of them ``--samples`` times."""
         problems = task.draw(self.training, num_problems, self.generator)
-        outputs = self._generate(problems, n=self.num_samples, temperature=TEMPERATURE)
+        outputs = self._generate(problems, n=self.num_samples, temperature=self.algorithm.temperature)
         reward = self.algorithm.reward
         rewards = [
             [reward(self, problem, answer.text) for answer in output.outputs]
@@ -166,13 +184,21 @@ class Run:
         """Return 1 for the right answer, else 0."""
         return task.reward(problem, text)
 
-    def score(self) -> float:
-        """Return the share of right greedy answers to problems that are never trained on."""
-        outputs = self._generate(self.held_out, temperature=0.0)
-        return task.accuracy(self.held_out, [output.outputs[0].text for output in outputs])
+    def score(self) -> Score:
+        """Return the shares of right answers to problems whose answers are never trained on."""
+        apart = torch.Generator().manual_seed(self.options.seed)  # a run samples the same however often it is scored so
+        greedy = self._generate(self.held_out, temperature=0.0)
+        sampled = self._generate(self.held_out, apart, n=SCORED_SAMPLES, temperature=1.0)
+        return Score(self._share_right(greedy), self._share_right(sampled))
 
-    def _generate(self, problems: list[task.Problem], **params: Any) -> list[Any]:
-        seeds = torch.randint(2**62, (len(problems),), generator=self.generator).tolist()
+    def _share_right(self, outputs: list[Any]) -> float:
+        pairs = zip(self.held_out, outputs, strict=True)
+        return fmean(task.reward(problem, answer.text) for problem, output in pairs for answer in output.outputs)
+
+    def _generate(
+        self, problems: list[task.Problem], generator: torch.Generator | None = None, **params: Any
+    ) -> list[Any]:
+        seeds = torch.randint(2**62, (len(problems),), generator=generator or self.generator).tolist()
         each = [{"max_tokens": self.max_tokens, "seed": seed} | params for seed in seeds]
         outputs: list[Any] = self.infer.generate(
             [task.prompt_text(problem) for problem in problems], each, progress=False
@@ -197,10 +223,10 @@ class Run:
 def arguments(algorithm: Algorithm, argv: list[str] | None = None) -> argparse.Namespace:
     """Return the flags of a program as ``Run`` takes them."""
     parser = argparse.ArgumentParser(description=type(algorithm).__doc__)
-    numbers = {"steps": 30, "seed": 0, "problems": 32, "samples": 8, "held-out": 512}
-    for name, number in (numbers | {"imitation": algorithm.imitation}).items():
+    numbers = {"steps": 30, "seed": 0, "problems": 32, "held-out": 512}
+    for name, number in (numbers | {"samples": algorithm.samples, "imitation": algorithm.imitation}).items():
         parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--rate", type=float, default=3e-4, help="the learning rate")
+    parser.add_argument("--rate", type=float, default=algorithm.rate, help="the learning rate")
     parser.add_argument("--trainer", default="fsdp2", help="the train executor")
     parser.add_argument("--sampler", default="hf", help="the inference executor")
     parser.add_argument("--record", type=Path, help="a file for what is printed, as JSON")
@@ -208,23 +234,23 @@ def arguments(algorithm: Algorithm, argv: list[str] | None = None) -> argparse.N
 
 
 def main(algorithm: Algorithm, argv: list[str] | None = None) -> Outcome:
-    """Run the algorithm; print, and return, what it does to the held-out score."""
+    """Run the algorithm; print, and return, what it does to the score."""
     run = Run(algorithm, arguments(algorithm, argv))
     rewards: list[float] = []
     try:
         run.imitate(run.options.imitation)
         algorithm.begin(run)
         before = run.score()
-        print(f"score {before:.3f} at the beginning", flush=True)
+        print(f"score {before} at the beginning", flush=True)
         for step in range(1, run.options.steps + 1):
             rewards.append(run.step())
             if step % 5 == 0:
                 print(f"step {step:3}  reward {rewards[-1]:.3f}", flush=True)
         after = run.score()
-        print(f"score {after:.3f} after {run.options.steps} steps of {type(algorithm).__name__}", flush=True)
+        print(f"score {after} after {run.options.steps} steps of {type(algorithm).__name__}", flush=True)
     finally:
         run.close()
-    outcome = Outcome(before, rewards, after)
+    outcome = Outcome(*before, rewards, *after)
     if run.options.record:
         run.options.record.write_text(json.dumps(outcome._asdict()))
     return outcome

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from rlcore.examples.algorithms.loop import TEMPERATURE, Algorithm, Batch, Rollout, Run, main, reference_of
+from rlcore.examples.algorithms.loop import Algorithm, Batch, Rollout, Run, main, reference_of
 from rlcore.ops import discounted_return, masked_whiten
 
 
@@ -17,7 +17,7 @@ class ReinforcePlusPlus(Algorithm):
         self.reference = reference_of(run)
 
     def prepare(self, run: Run, rollout: Rollout, batch: Batch) -> None:
-        reference_NL = self.reference.forward_logprobs(batch, temperature=TEMPERATURE)
+        reference_NL = self.reference.forward_logprobs(batch, temperature=self.temperature)
         divergence_NL = batch["old_logprobs"] - reference_NL
         rewards_NL = token_rewards(rollout.rewards.flatten(), batch["loss_mask"]) - self.kl_coef * divergence_NL
         returns_NL = discounted_return(rewards_NL, batch["loss_mask"])

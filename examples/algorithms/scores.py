@@ -31,6 +31,7 @@ from rlcore.errors import InvalidInputError
 SCHEMA = "rlcore.scores/1"
 PACKAGE = "rlcore.examples.algorithms"
 PROGRAMS = ("cpgd", "dapo", "dr_grpo", "grpo", "gspo", "high_entropy", "ppo", "reinforce_plus_plus", "rloo", "ttrl")
+SCORES = ("before", "after", "before_sampled", "after_sampled")
 SHOWN_STEPS = (1, 5, 10, 15, 20, 25)
 
 
@@ -67,7 +68,8 @@ def run_all(asked: Sequence[Asked], at_once: int) -> tuple[list[dict[str, Any]],
         except subprocess.CalledProcessError as error:
             failures.append(f"{run} failed:\n{error.stderr[-4000:]}")
             return None
-        print(f"{run.program} {run.trainer} {run.sampler} {run.seed}: {found['before']:.3f} {found['after']:.3f}")
+        scores = " ".join(f"{name} {found[name]:.3f}" for name in SCORES)
+        print(f"{run.program} {run.trainer} {run.sampler} {run.seed}: {scores}", flush=True)
         return found
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -93,13 +95,14 @@ def programs_table(records: Sequence[dict[str, Any]]) -> str:
     expect_one(records, "trainer", "sampler")
     rows = []
     for (program, steps), runs in grouped(records, lambda record, run: (run["program"], run["steps"])):
-        before, after = ([run[name] for run in runs] for name in ("before", "after"))
-        each = " ".join(f"{score:.3f}".lstrip("0") for score in after)
-        rows.append(
-            (statistics.mean(after), f"| `{program}.py` | {steps} | {_mean(before)} | {_mean(after)} | {each} |")
-        )
-    head = ["| program | steps | before, mean | after, mean | after, each seed |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *(row for _, row in sorted(rows, reverse=True)), "", *footers(records)])
+        if any(name not in run for run in runs for name in SCORES):
+            raise InvalidInputError(f"a run of {program} has no {SCORES[-1]}; run it again, with this version")
+        before, after = ([run[name] for run in runs] for name in ("before_sampled", "after_sampled"))
+        cells = " | ".join(_mean([run[name] for run in runs]) for name in SCORES)
+        each = ", ".join(f"{_short(one)} to {_short(other)}" for one, other in zip(before, after, strict=True))
+        rows.append((statistics.mean(after), f"| `{program}.py` | {steps} | {cells} | {each} |"))
+    head = "| program | steps | greedy before, mean | after | sampled before, mean | after | sampled, each seed |"
+    return "\n".join([head, "|" + " --- |" * 7, *(row for _, row in sorted(rows, reverse=True)), "", *footers(records)])
 
 
 def engines_table(records: Sequence[dict[str, Any]]) -> str:
@@ -154,7 +157,11 @@ def footers(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _mean(scores: Sequence[float]) -> str:
-    return f"{statistics.mean(scores):.3f}".lstrip("0")
+    return _short(statistics.mean(scores))
+
+
+def _short(score: float) -> str:
+    return f"{score:.3f}".lstrip("0")
 
 
 TABLES = {"programs": programs_table, "engines": engines_table}

@@ -75,10 +75,14 @@ def trace(
     folder = output or _new_folder((command or [""])[0])
     code = _run(program, folder.absolute(), records_kernels=kernels)
     if not any(folder.glob(TRACE_FILES)):
-        raise InvalidInputError(
+        told = (
             f"{(command or [''])[0]} ended with exit code {code} and noted nothing: it built no engine of rlcore and "
             "entered no rlcore.span()"
         )
+        if not code:
+            raise InvalidInputError(told)
+        print(printable(f"rlcore: {told}"), file=sys.stderr)
+        raise typer.Exit(code)
     _show(folder, record)
     raise typer.Exit(code)
 

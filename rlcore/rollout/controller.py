@@ -14,6 +14,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
+_owned: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The inference engines of controllers that are not closed: what one asks, the other would be answered."""
 _MANY_REJECTIONS = 64
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
@@ -153,6 +156,7 @@ class RolloutController:
         )
         self._waiting = Waiting(self._changed, self._fleet, lent, self._bound)
         self._direct = DirectEpisodes(self._changed, self._episodes, self._runner, self._waiting)
+        _owned.update(engines)
 
     # ------------------------------------------------------------------------------------- asynchronous
 
@@ -410,6 +414,7 @@ class RolloutController:
             self._runner.close(_CLOSE_S)
         finally:
             self._fleet.close()
+            _owned.difference_update(self._fleet.engines)
             self.timeline.end(TRAINER)
 
     def __enter__(self) -> Self:
@@ -545,4 +550,6 @@ def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEng
         )
     if not all(getattr(one, "is_built", True) for one in engines):
         raise StateError("RolloutController takes inference engines that are built; call build() first")
+    if any(one in _owned for one in engines):
+        raise StateError("another RolloutController has this inference engine; close() it first")
     return engines

@@ -35,8 +35,10 @@ def test_limits_of_a_host_are_those_of_its_products_and_memory(monkeypatch: pyte
     monkeypatch.setattr(module, "_HOST_PRODUCTS", ((256, 256, 256),))
     found = calibrate(get_device("cpu"), "quick")
     assert found.limits.keys() == {"product/float32", "product/float16", "product/bfloat16", "memory"}
-    assert 1e9 < found.limits["product/float32"] < 1e14  # between one core of long ago and no host there is
-    assert 1e8 < found.limits["memory"] < 1e13
+    assert (
+        1e7 < found.limits["product/float32"] < 1e14
+    )  # between a hundredth of a core of long ago and no host there is
+    assert 1e6 < found.limits["memory"] < 1e13
     assert found.blocked["to_device/pinned"].endswith("the device is the host itself")
     assert found.blocked.keys() == {
         "to_device/pinned",

@@ -77,6 +77,9 @@ def test_a_program_without_rlcore_has_noted_nothing(tmp_path: Path) -> None:
         InvalidInputError, match=r"true ended with exit code 0 and noted nothing: it built no engine of"
     ):
         CliRunner().invoke(cli.app, ["trace", "-o", str(tmp_path), "true"], catch_exceptions=False)
+    failed = CliRunner().invoke(cli.app, ["trace", "-o", str(tmp_path), "sh", "-c", "exit 130"])
+    assert failed.exit_code == 130 and failed.stdout == ""
+    assert failed.stderr.startswith("rlcore: sh ended with exit code 130 and noted nothing: ")
 
 
 def test_init_traces_the_program_and_reports_at_its_end(tmp_path: Path) -> None:

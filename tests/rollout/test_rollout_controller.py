@@ -326,6 +326,15 @@ def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: 
     may_end.set()
 
 
+def test_an_engine_has_one_controller_at_a_time() -> None:
+    engine = SimulatedEngine()
+    for _ in range(2):
+        with controller(engine) as rollout:
+            with pytest.raises(StateError, match=r"another RolloutController has this inference engine; close\(\) it"):
+                RolloutController(engine, Steps(), batch_size=1)
+            assert len(rollout.rollout_batch([1])["rewards"]) == 1
+
+
 def test_a_wait_says_what_failed() -> None:
     with controller(workflow=Acts()) as rollout:
         rollout.submit("raise")
