@@ -103,7 +103,7 @@ class Save:
 
         Raises:
             OSError: it cannot be made.
-            CheckpointError: ``folder`` holds something of somebody else's.
+            CheckpointError: ``folder`` holds what a save would replace and is not ours, or is no place for one.
         """
         check_replaceable(self.folder)
         if self._rank == 0:

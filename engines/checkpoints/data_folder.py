@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlcore.engines.checkpoints.damage import DamageError
-from rlcore.engines.checkpoints.manifest import NAME as MANIFEST
 from rlcore.engines.checkpoints.manifest import read_manifest
 from rlcore.errors import CheckpointError
 from rlcore.file_lock import let_go, share, take
@@ -23,8 +22,6 @@ _MARKER = "rlcore-save"
 _COMMITTED_BY = "commit"
 _OWN = re.compile(rf"\.?[a-z]+-[0-9]+\.safetensors|{_COMMITTED_BY}")
 _NAME = re.compile(r"data-[0-9a-f]{12}")
-_BY_SAVES = re.compile(rf"{_NAME.pattern}$|\.{re.escape(MANIFEST)}|lost\+found$")
-"""Names beside the manifest: what killed saves have left, and the folder that a file system makes for itself."""
 
 
 def hold_data_folder(data: Path) -> int:
@@ -43,19 +40,12 @@ def hold_data_folder(data: Path) -> int:
 
 
 def check_own(folder: Path) -> None:
-    """Raise CheckpointError if the folder has no checkpoint but something else, such as a home folder.
-
-    Raises:
-        OSError: it is no folder, or cannot be read.
-    """
-    if not folder.exists() or (folder / MANIFEST).exists():
-        return
-    foreign = (found.name for found in folder.iterdir() if not _BY_SAVES.match(found.name))
-    if (name := next(foreign, None)) is not None:
-        raise CheckpointError(
-            f"{folder} holds other things than checkpoints, such as {name}; "
-            f"give a folder of its own, such as {folder / 'checkpoint'}"
-        )
+    """Raise CheckpointError for the root of the file system and the home folder, which nobody means."""
+    for never, what in (("/", "the root of the file system"), (os.path.expanduser("~"), "your home folder")):
+        if folder.resolve() == Path(never).resolve():
+            raise CheckpointError(
+                f"{folder} is {what}: a checkpoint has a folder of its own, such as {folder / 'checkpoint'}"
+            )
 
 
 def is_made(data: Path) -> bool:

@@ -195,9 +195,9 @@ def test_checkpoints_do_not_need_the_gradients(engine: rlcore.TrainEngine, tmp_p
 
 
 def test_a_save_leaves_other_peoples_files(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
-    engine.save(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    engine.save(tmp_path)
+    for _ in range(2):
+        engine.save(tmp_path)
     assert (tmp_path / "model-00001-of-00002.safetensors").exists()
     assert len(list(tmp_path.glob("data-*/weights-*"))) == 1
 
