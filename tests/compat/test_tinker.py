@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import math
 import os
 import signal
 import threading
@@ -12,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlcore.compat import tinker
+from rlcore.compat.tinker import data as tinker_data
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.losses import DEFAULTS, LOSSES
 from rlcore.errors import InvalidInputError, RolloutError, StateError, UnsupportedError
@@ -195,9 +198,52 @@ def test_an_engine_that_fails_again_after_its_restart_fails_the_samples(
 
     with monkeypatch.context() as patch:
         patch.setattr(service._hosts[str(path)].infer, "collect", collect)
-        with pytest.raises(RolloutError, match="no inference engine is left: sampler 0: planted"):
+        with pytest.raises(RolloutError, match=r"failed again .*: planted; the next sample\(\) restarts it: leave"):
             sampler.sample(prompt, 1, params).result(60)
     assert len(sampler.sample(prompt, 1, params).result(60).sequences) == 1
+
+
+def test_a_prompt_that_ends_the_engine_is_not_begun_anew_after_it_was_given_up(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, params = training.save_weights_and_get_sampling_client(), types.SamplingParams(4)
+    infer, poison, sent = service._hosts[str(path)].infer, [9, 9, 9], []
+
+    def submit(prompts: list[Any], *arguments: Any, **options: Any) -> Any:
+        sent.extend(prompts)
+        if poison in prompts:
+            raise RolloutError("planted")
+        return type(infer).submit(infer, prompts, *arguments, **options)
+
+    monkeypatch.setattr(infer, "submit", submit)
+    with pytest.raises(RolloutError, match="leave out the prompt that it fails on"):
+        sampler.sample(types.ModelInput.from_ints(poison), 1, params).result(60)
+    assert len(sampler.sample(types.ModelInput.from_ints([1, 2]), 1, params).result(60).sequences) == 1
+    assert sent == [poison, poison, [1, 2]]
+
+
+def test_after_a_restart_that_failed_one_failure_does_not_count_as_the_second(
+    service: tinker.ServiceClient, training: tinker.TrainingClient, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, prompt = training.save_weights_and_get_sampling_client(), types.ModelInput.from_ints([1, 2])
+    infer, params, failures = service._hosts[str(path)].infer, types.SamplingParams(4), ["first", "second"]
+    sampler.sample(prompt, 1, params).result()
+
+    def collect(**options: Any) -> Any:
+        if failures:
+            raise RolloutError(failures.pop(0))
+        return type(infer).collect(infer, **options)
+
+    def restart() -> None:
+        raise RolloutError("no restart")
+
+    monkeypatch.setattr(infer, "collect", collect)
+    with monkeypatch.context() as patch:
+        patch.setattr(infer, "restart", restart)
+        with pytest.raises(RolloutError, match="no inference engine is left: sampler 0: no restart"):
+            sampler.sample(prompt, 1, params).result(60)
+    assert len(sampler.sample(prompt, 1, params).result(60).sequences) == 1
+    assert not failures
 
 
 async def _gives_up(answer: Any) -> bool:
@@ -244,6 +290,77 @@ def test_the_example_learns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert rewards[-1] > rewards[0] + 0.5
 
 
+@pytest.mark.parametrize("method", ["forward", "forward_backward", "forward_backward_custom"])
+def test_a_datum_is_refused_before_the_gradients_of_others_are_added(
+    method: str, training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinker_data, "_MAX_TOKENS", 8)  # of which the first datum has as many
+    first, second = data(weights=1.0)
+
+    def changed(**inputs: Any) -> types.Datum:
+        return types.Datum(second.model_input, {**second.loss_fn_inputs, **inputs})
+
+    targets, length = second.loss_fn_inputs["target_tokens"].tolist(), second.model_input.length
+    nan = changed(weights=[1.0, math.nan] + [0.0] * (length - 2))
+    far, known = changed(target_tokens=[*targets[:-1], 21]), changed(target_tokens=[*targets[:-1], -100])
+    refused = [
+        (far, "has 21 in target_tokens; the model's token ids are 0 to 20, and -100 in target_tokens is no target")
+    ]
+    loss: Any = lambda _, logprobs: (sum(one.sum() for one in logprobs), {})  # noqa: E731
+    if method != "forward_backward_custom":
+        loss = "cross_entropy"
+        refused.append((nan, "has nan as weights of token 1; give finite numbers, 0 where none is meant"))
+    call = getattr(training, method)
+    training.optim_step(STILL).result()
+    for wrong, told in refused:
+        with pytest.raises(InvalidInputError) as caught:
+            call([first, wrong], loss)
+        assert str(caught.value) == f"{method}(): datum 1 {told}"
+    assert training.optim_step(STILL).result().metrics["grad_norm"] == 0
+    call([first, known], loss).result()
+    assert (training.optim_step(STILL).result().metrics["grad_norm"] > 0) == (method != "forward")
+
+
+def test_a_loss_without_finite_derivatives_adds_no_gradients(
+    training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinker_data, "_MAX_TOKENS", 8)
+
+    def loss(_: Any, logprobs: list[torch.Tensor]) -> Any:
+        return logprobs[0].sum() + (logprobs[1] - logprobs[1].detach()).sqrt().sum(), {}
+
+    training.optim_step(STILL).result()
+    with pytest.raises(InvalidInputError, match=r"in the log-probs of datum 1 is \[inf, inf.*no gradient was added"):
+        training.forward_backward_custom(data(), loss).result()
+    assert training.optim_step(STILL).result().metrics["grad_norm"] == 0
+
+
+def test_numbers_may_be_numpys_or_tensors_and_a_loss_may_have_one_dimension(training: tinker.TrainingClient) -> None:
+    ids = [1, 2, 10]
+    for given in (torch.tensor(ids), list(torch.tensor(ids)), np.array(ids), list(np.array(ids)), tuple(ids), ids):
+        found = types.ModelInput.from_ints(given).append_int(given[0]).to_ints()
+        assert found == [*ids, 1] and {*map(type, found)} == {int}
+    prompt, client = types.ModelInput.from_ints(ids), training.save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=6, seed=3, stop=[])
+    (first, *_) = client.sample(prompt, 1, params).result().sequences[0].tokens
+    for stop in (np.int64(first), torch.tensor(first)):
+        stopped = client.sample(prompt, 1, dataclasses.replace(params, stop=[stop])).result().sequences[0]
+        assert stopped.stop_reason == "stop" and stopped.tokens == [first]
+    training.forward_backward_custom(
+        data(), lambda _, logprobs: (sum(one.sum() for one in logprobs)[None], {})
+    ).result()
+    adam = types.AdamParams(learning_rate=torch.tensor(0.0), beta1=np.float64(0.5), grad_clip_norm=math.inf)
+    assert (type(adam.learning_rate), type(adam.beta1)) == (float, float)
+    assert training.optim_step(adam).result().metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", ["step=10", "a b", "step:1", "..a", "-1", "é"])
+def test_a_name_may_be_that_of_any_file(name: str, training: tinker.TrainingClient) -> None:
+    path = training.save_weights_for_sampler(name).result().path
+    assert training.create_sampling_client(path)
+    assert Path(training.save_state(name).result().path).name == name
+
+
 def test_what_is_wrong_or_not_there_is_named(
     service: tinker.ServiceClient, training: tinker.TrainingClient, path: Path
 ) -> None:
@@ -271,13 +388,9 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: training.forward_backward([{}], "ppo"), InvalidInputError, "takes a list of Datum as data, got "),
         (lambda: training.forward_backward(data(), max), InvalidInputError, "takes a str as loss_fn, got <built-in"),
         (lambda: training.forward_backward(data(), "ppo", "x"), InvalidInputError, "or None as loss_fn_config, got"),
-        (lambda: training.forward_backward([empty], "ppo"), InvalidInputError, "the model_input of datum 0 is empty"),
-        (
-            lambda: training.forward_backward(data(weights=float("nan")), "cross_entropy").result(),
-            InvalidInputError,
-            "weights of sequence 0 is nan",
-        ),
-        (lambda: training.forward_backward([far], "cross_entropy").result(), InvalidInputError, "holds 1000000; the"),
+        (lambda: training.forward_backward([empty], "ppo"), InvalidInputError, "datum 0 has an empty model_input"),
+        (lambda: training.forward([far], "cross_entropy"), InvalidInputError, "has 1000000 in model_input; the model"),
+        (lambda: training.forward_backward_custom([{}], max), InvalidInputError, r"custom\(\) takes a list of Datum"),
         (lambda: training.forward_backward_custom(data(), 3), InvalidInputError, "takes a function as loss_fn, got 3"),
         (
             lambda: training.forward_backward_custom(data(), lambda given, found: found[0]).result(),
@@ -294,11 +407,20 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: types.AdamParams(learning_rate="x"), InvalidInputError, "learning_rate must be a finite number of at"),
         (lambda: types.AdamParams(beta1=1), InvalidInputError, "beta1 must be a finite number of at least 0 below 1"),
         (lambda: types.ModelInput.from_ints("12"), InvalidInputError, "takes whole numbers of at least 0, got '12'"),
+        (lambda: types.AdamParams(grad_clip_norm=-1), InvalidInputError, r"at least 0 \(0 or infinity: no c"),
+        (lambda: types.AdamParams(learning_rate=torch.ones(2)), InvalidInputError, "learning_rate must be a finite"),
+        (lambda: types.AdamParams(learning_rate=math.inf), InvalidInputError, "learning_rate must be a finite number"),
+        (lambda: types.ModelInput.from_ints([True]), InvalidInputError, "takes whole numbers of at least 0, got "),
+        (lambda: prompt.append_int(1.5), InvalidInputError, r"whole numbers of at least 0, got \[1.5\]"),
+        (lambda: types.ModelInput.from_ints([-1]), InvalidInputError, "takes whole numbers of at least 0, got "),
+        (lambda: types.ModelInput.from_ints(torch.tensor(1)), InvalidInputError, "takes whole numbers of at least 0"),
         (lambda: types.ModelInput.from_ints([1.5]), InvalidInputError, "takes whole numbers of at least 0, got "),
         (lambda: types.Datum([1], {}), InvalidInputError, r"a Datum takes a ModelInput and a mapping, got \[1\]"),
         (lambda: types.Datum(prompt, [1]), InvalidInputError, "a Datum takes a ModelInput and a mapping, got"),
-        (lambda: training.save_state("../mine"), InvalidInputError, "takes a name without a slash as name, got '../mi"),
-        (lambda: training.save_state(""), InvalidInputError, "takes a name without a slash as name, got ''"),
+        *(
+            (lambda name=name: training.save_state(name), InvalidInputError, r'takes a name \(not "", "." or "..", a')
+            for name in ("../mine", "", ".", "..", "a\0b", 3)
+        ),
         (lambda: training.load_state(None), InvalidInputError, "takes a non-empty str or Path as path, got None"),
         (lambda: tinker.ServiceClient(trainer="cpu"), InvalidInputError, "a mapping, or None as trainer, got 'cpu'"),
         (lambda: tinker.ServiceClient(folder=None), InvalidInputError, "a non-empty str or Path as folder, got None"),

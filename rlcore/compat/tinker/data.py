@@ -5,6 +5,7 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,23 +17,52 @@ from rlcore.errors import InvalidInputError
 
 _MAX_TOKENS = 16384
 """Tokens of a micro-batch."""
+_NO_TARGET = -100
+"""As in PyTorch's losses: the log-prob of such a target is 0."""
 
 
-def check_data(data: Sequence[types.Datum], reads: Sequence[str]) -> None:
+def check_data(data: Sequence[types.Datum], reads: Sequence[str], *, caller: str, vocab_size: int) -> None:
+    """Refuse data before anything is computed: the gradients of a micro-batch could not be taken back.
+
+    Args:
+        reads: the inputs that the loss reads, besides the target tokens.
+        caller: the method that was given the data, for messages.
+    """
     if not LIST.has(data) or not all(isinstance(datum, types.Datum) for datum in data):
-        raise InvalidInputError(f"forward_backward() takes a list of Datum as data, got {data!r:.100}")
+        raise InvalidInputError(f"{caller} takes a list of Datum as data, got {data!r:.100}")
     if not data:
-        raise InvalidInputError("forward_backward() needs at least one datum, got none")
+        raise InvalidInputError(f"{caller} needs at least one datum, got none")
     for number, datum in enumerate(data):
-        if not datum.model_input.length:
-            raise InvalidInputError(f"the model_input of datum {number} is empty; give at least one token")
-        for name in ("target_tokens", *reads):
-            found = datum.loss_fn_inputs.get(name)
-            if found is None:
-                raise InvalidInputError(f"datum {number} has no loss_fn_inputs[{name!r}], which the loss reads")
-            if len(found.data) != datum.model_input.length:
+        where = f"{caller}: datum {number}"
+        _check_lengths(datum, reads, where)
+        _check_values(datum, reads, where, vocab_size)
+
+
+def _check_lengths(datum: types.Datum, reads: Sequence[str], where: str) -> None:
+    length = datum.model_input.length
+    if not length:
+        raise InvalidInputError(f"{where} has an empty model_input; give at least one token")
+    for name in ("target_tokens", *reads):
+        found = datum.loss_fn_inputs.get(name)
+        if found is None:
+            raise InvalidInputError(f"{where} has no loss_fn_inputs[{name!r}], which the loss reads")
+        if len(found.data) != length:
+            raise InvalidInputError(f"{where} has {len(found.data)} {name} for {length} tokens of model_input")
+
+
+def _check_values(datum: types.Datum, reads: Sequence[str], where: str, vocab_size: int) -> None:
+    targets = [one for one in datum.loss_fn_inputs["target_tokens"].data if one != _NO_TARGET]
+    for name, ids in (("model_input", datum.model_input.to_ints()), ("target_tokens", targets)):
+        if bad := [one for one in ids if not 0 <= one < vocab_size]:
+            raise InvalidInputError(
+                f"{where} has {bad[0]} in {name}; the model's token ids are 0 to {vocab_size - 1}, and "
+                f"{_NO_TARGET} in target_tokens is no target"
+            )
+    for name in reads:
+        for token, value in enumerate(datum.loss_fn_inputs[name].to_torch().flatten().tolist()):
+            if not math.isfinite(value):
                 raise InvalidInputError(
-                    f"datum {number} has {len(found.data)} {name} for {datum.model_input.length} tokens of model_input"
+                    f"{where} has {value} as {name} of token {token}; give finite numbers, 0 where none is meant"
                 )
 
 

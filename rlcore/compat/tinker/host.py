@@ -20,8 +20,10 @@ from torch import Tensor
 import rlcore
 from rlcore.compat.tinker.futures import APIFuture
 from rlcore.engines.sampling.completion import RequestOutput
+from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.errors import RlcoreError, StateError
+from rlcore.errors import RlcoreError, RolloutError, StateError, first_line
+from rlcore.rollout.engine_driver import Request
 from rlcore.rollout.fleet import Fleet
 from rlcore.rollout.timeline import Timeline
 
@@ -49,6 +51,7 @@ class ModelHost:
         unhealthy_after_s: float,
     ) -> None:
         options = dict(sampler)
+        self.vocab_size = check_model_folder(path).vocab_size
         with contextlib.ExitStack() as stack:
             self.train = stack.enter_context(rlcore.TrainEngine(module))
             self.train.build(**trainer)
@@ -64,8 +67,8 @@ class ModelHost:
         )
         self._ops = ThreadPoolExecutor(1, thread_name_prefix="rlcore-tinker")
         self._changed = threading.Condition()
-        self._under_way: set[Future[RequestOutput]] = set()
-        """The samples that the inference engine has not answered yet."""
+        self._under_way: dict[Future[RequestOutput], Request] = {}
+        """The samples that the inference engine has not answered yet, and what it was asked for each."""
         self._is_in_doubt = False
         """The inference engine was restarted, and has answered nothing since."""
         self._served: Snapshot | None = None
@@ -121,19 +124,18 @@ class ModelHost:
             self._wait_for_samples()
         if snapshot is not self._served or self._fleet.why_none():
             self._serve(snapshot)
-        with self._changed:
-            self._under_way.add(answer)
 
         def deliver(found: RequestOutput | RlcoreError) -> None:
             self._is_in_doubt = False
             with self._changed:
                 if answer not in self._under_way:
                     return  # it has failed already, with the engine
-                self._under_way.remove(answer)
+                del self._under_way[answer]
                 self._changed.notify_all()
             answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
 
-        self._fleet.submit(prompt, params, deliver)
+        with self._changed:  # an answer waits until it is noted what it answers
+            self._under_way[answer] = self._fleet.submit(prompt, params, deliver)
 
     def _wait_for_samples(self) -> None:
         """Wait until the samples under way have ended. An engine that fails meanwhile is restarted here for them."""
@@ -161,18 +163,31 @@ class ModelHost:
             return
         if self._is_in_doubt:  # such as with weights that are NaN
             self._is_in_doubt = False
-            self._fail_under_way(failure)
+            self._fail_under_way(_given_up(failure))
             return
         self._is_in_doubt = True
         try:
             self._serve(self._served or self.base)
         except RlcoreError as error:
+            self._is_in_doubt = False
             _log.error("the inference engine could not be restarted: %s", error)
             self._fail_under_way(error)
 
     def _fail_under_way(self, error: RlcoreError) -> None:
         with self._changed:
-            lost, self._under_way = self._under_way, set()
+            lost, self._under_way = self._under_way, {}
             self._changed.notify_all()
-        for answer in lost:
+        for answer, request in lost.items():
+            self._fleet.cancel(request)  # or the next restart would begin it anew
             answer.set_exception(error)
+
+
+def _given_up(failure: RolloutError) -> RolloutError:
+    """Return the error of samples with which an engine failed, was restarted, and failed again."""
+    why = first_line(failure.__cause__ or failure)
+    error = RolloutError(
+        f"the sampler failed, was restarted and failed again with this sample under way: {why}; the next sample() "
+        "restarts it: leave out the prompt that it fails on, or sample from weights saved earlier if these are NaN"
+    )
+    error.__cause__ = failure
+    return error

@@ -17,7 +17,6 @@ from torch import Tensor
 import rlcore
 from rlcore.compat.tinker.losses import LOSSES, READS
 from rlcore.compat.tinker.types import AdamParams
-from rlcore.engines.batch import check_values
 from rlcore.errors import MissingDependencyError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import linear_logprob
@@ -41,7 +40,6 @@ class TinkerMethods(HuggingFaceTrainModule):
         Args:
             packed: ``input_ids``, ``target_tokens`` [T] int64, ``cu_seqlens``, and what the loss reads, [T] float32.
         """
-        check_values(packed, self.config.vocab_size, torch.ones_like(packed["input_ids"], dtype=torch.bool))
         device: Any = self.device
         batch = {name: value if name == "cu_seqlens" else value.to(device) for name, value in packed.items()}
         with torch.set_grad_enabled(with_gradients):

@@ -89,7 +89,7 @@ class SamplingClient:
 
     def _params(self, given: types.SamplingParams, num_samples: int, length: int) -> SamplingParams:
         stops: list[Any] = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
-        ids = [self._token_of(one) if isinstance(one, str) else one for one in stops]
+        ids = [self._token_of(one) if isinstance(one, str) else types.plain_number(one) for one in stops]
         max_tokens = given.max_tokens
         if max_tokens is None:
             longest = check_model_folder(Path(self._base_model)).config.get("max_position_embeddings")

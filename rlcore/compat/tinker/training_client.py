@@ -5,8 +5,7 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from rlcore.engines.sampling.model_folder import check_model_folder, load_tokeni
 from rlcore.errors import InvalidInputError
 
 _NAME = Kind(
-    "a name without a slash", lambda value: isinstance(value, str) and re.fullmatch(r"[\w-][\w.-]*", value) is not None
+    'a name (not "", "." or "..", and without "/" or NUL)',
+    lambda value: isinstance(value, str) and value not in {"", ".", ".."} and not {"/", "\0"} & set(value),
 )
 CustomLoss = Callable[[list[types.Datum], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -66,18 +66,15 @@ class TrainingClient:
             loss_fn: ``loss_fn(data, logprobs) -> (loss, metrics)``; it runs in this process, on a list of tensors
                 [T] with the log-probs of the targets.
         """
-        check_data(data, ())
+        check_data(data, (), caller="forward_backward_custom()", vocab_size=self._host.vocab_size)
 
         def compute() -> types.ForwardBackwardOutput:
             unweighted = [with_inputs(datum, weights=torch.zeros(datum.model_input.length)) for datum in data]
             found = self._accumulate(unweighted, "cross_entropy", {}, with_gradients=False)
             logprobs = [one["logprobs"].to_torch().requires_grad_() for one in found.loss_fn_outputs]
             loss, metrics = _checked_loss(loss_fn(data, logprobs))
-            slopes = torch.autograd.grad(loss, logprobs, allow_unused=True)
-            weighted = [
-                with_inputs(datum, weights=torch.zeros_like(own) if slope is None else -slope)
-                for datum, own, slope in zip(data, logprobs, slopes, strict=True)
-            ]
+            slopes = _checked_slopes(torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True))
+            weighted = [with_inputs(datum, weights=-slope) for datum, slope in zip(data, slopes, strict=True)]
             self._accumulate(weighted, "cross_entropy", {}, with_gradients=True)
             return types.ForwardBackwardOutput(found.loss_fn_output_type, found.loss_fn_outputs, dict(metrics))
 
@@ -158,7 +155,8 @@ class TrainingClient:
         self, data: list[types.Datum], loss: str, config: Mapping[str, float] | None, *, with_gradients: bool
     ) -> APIFuture[types.ForwardBackwardOutput]:
         whole = whole_config(loss, config or {})
-        check_data(data, READS[loss])
+        caller = "forward_backward()" if with_gradients else "forward()"
+        check_data(data, READS[loss], caller=caller, vocab_size=self._host.vocab_size)
         return self._host.submit(lambda: self._accumulate(data, loss, whole, with_gradients=with_gradients))
 
     def _accumulate(
@@ -179,9 +177,20 @@ class TrainingClient:
 def _checked_loss(result: Any) -> tuple[Tensor, Mapping[str, float]]:
     """Return what a loss of the user's gave, if it can be derived and its metrics are a mapping."""
     match result:
-        case (Tensor(shape=shape, requires_grad=True) as loss, Mapping() as metrics) if not shape:
+        case (Tensor(requires_grad=True) as loss, Mapping() as metrics) if loss.numel() == 1:
             return loss, metrics
     raise InvalidInputError(
         "the loss function of forward_backward_custom() must return (loss, metrics), a tensor of one number that "
         f"depends on the log-probs and a mapping; got {result!r:.200}"
     )
+
+
+def _checked_slopes(slopes: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the derivatives of a loss of the user's in the log-probs of each datum, if they are finite."""
+    for number, slope in enumerate(slopes):
+        if not slope.isfinite().all():
+            raise InvalidInputError(
+                "the loss function of forward_backward_custom() must have finite derivatives; that in the log-probs of "
+                f"datum {number} is {slope.tolist()!r:.200}; no gradient was added"
+            )
+    return slopes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -11,11 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.arguments import AT_LEAST_0, WHOLE_FROM_0
+from rlcore.arguments import AT_LEAST_0, NUMBER, Kind
 from rlcore.errors import InvalidInputError
 
 StopReason = Literal["length", "stop"]
 _DTYPES: dict[str, Any] = {"int64": torch.int64, "float32": torch.float32}
+_BETA = Kind(f"{AT_LEAST_0.words} below 1", lambda value: AT_LEAST_0.has(value) and value < 1)
+_CLIP = Kind("a number of at least 0 (0 or infinity: no clipping)", lambda value: NUMBER.has(value) and value >= 0)
+_ADAM = {"beta1": _BETA, "beta2": _BETA, "grad_clip_norm": _CLIP}
+"""The kinds of AdamW's parameters; of the others AT_LEAST_0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +59,9 @@ class EncodedTextChunk:
     tokens: Sequence[int]
     type: str = "encoded_text"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _token_ids(self.tokens))
+
     @property
     def length(self) -> int:
         return len(self.tokens)
@@ -67,10 +75,7 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:
-        found = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-        if not all(map(WHOLE_FROM_0.has, found)):
-            raise InvalidInputError(f"ModelInput.from_ints() takes whole numbers of at least 0, got {tokens!r:.100}")
-        return cls([EncodedTextChunk(found)])
+        return cls([EncodedTextChunk(tokens)])
 
     @classmethod
     def empty(cls) -> Self:
@@ -111,7 +116,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class AdamParams:
-    """AdamW's parameters for one step; no clipping where ``grad_clip_norm`` is 0."""
+    """AdamW's parameters for one step; no clipping where ``grad_clip_norm`` is 0 or infinite."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -122,12 +127,10 @@ class AdamParams:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            limit = 1 if name.startswith("beta") else math.inf
-            if not AT_LEAST_0.has(value) or value >= limit:
-                below = " below 1" if limit == 1 else ""
-                raise InvalidInputError(
-                    f"AdamParams.{name} must be a finite number of at least 0{below}, got {value!r}"
-                )
+            kind, number = _ADAM.get(name, AT_LEAST_0), plain_number(value)
+            if not kind.has(number):
+                raise InvalidInputError(f"AdamParams.{name} must be {kind.words}, got {value!r}")
+            object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,20 @@ class GetInfoResponse:
     is_lora: bool
     lora_rank: int
     model_name: str
+
+
+def plain_number(value: Any) -> Any:
+    """Return the number in a NumPy scalar or a tensor without dimensions; another value as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _token_ids(tokens: Any) -> list[int]:
+    given = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    with contextlib.suppress(TypeError):
+        found = [*map(operator.index, given)]
+        if min(found, default=0) >= 0 and bool not in map(type, given):  # such as a mask
+            return found
+    raise InvalidInputError(f"ModelInput takes whole numbers of at least 0, got {tokens!r:.100}")
 
 
 def _tensor_data(name: str, value: Any) -> TensorData:
