@@ -14,7 +14,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from rlcore.errors import InvalidInputError
 
@@ -54,6 +54,10 @@ TEXT = kind_of("a str", str)
 PATH = Kind("a non-empty str or Path", lambda value: isinstance(value, str | os.PathLike) and value != "")
 BYTES = kind_of("bytes", bytes)
 LIST = Kind("a list or tuple", lambda value: isinstance(value, Sequence) and not isinstance(value, str | bytes))
+ITERABLE = Kind(
+    "a list or another iterable",
+    lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping),
+)
 MAPPING = kind_of("a mapping", Mapping)
 
 
@@ -68,16 +72,26 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
         named = [(kinds.get(name), name) for name in inspect.signature(function).parameters]
         what = label or function.__name__
 
-        @functools.wraps(function)
-        def checked(*arguments: Any, **options: Any) -> Any:
+        def check(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             for (kind, name), value in zip(named, arguments, strict=False):
                 _check(what, kind, name, value)
             for name, value in options.items():
                 _check(what, kinds.get(name), name, value)
+
+        @functools.wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
+            check(arguments, options)
             return function(*arguments, **options)
 
-        checked.__takes__ = kinds  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
+        @functools.wraps(function)
+        async def checked_coroutine(*arguments: Any, **options: Any) -> Any:
+            check(arguments, options)
+            return await function(*arguments, **options)
+
+        # Who mocks, retries or traces a function looks whether it is a coroutine function.
+        found: Any = checked_coroutine if inspect.iscoroutinefunction(function) else checked
+        found.__takes__ = kinds
+        return cast("F", found)
 
     return decorate
 

@@ -151,7 +151,8 @@ def footers(records: Sequence[dict[str, Any]]) -> list[str]:
     for record in records:
         used = ("torch", "transformers", "deepspeed", "vllm")
         versions = [f"{name} {record['versions'][name]}" for name in used if name in record["versions"]]
-        commit = [f"commit {record['commit'][:12]}"] if record["commit"] else []
+        number, dash, mark = (record["commit"] or "").partition("-")
+        commit = [f"commit {number[:12]}{dash}{mark}"] if number else []
         lines.append(f"{record['device']['product']}: {', '.join([*versions, *commit])}.")
     return lines
 

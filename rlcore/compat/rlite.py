@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import rlcore
-from rlcore.arguments import FLAG, LIST, Kind, optional, takes
+from rlcore.arguments import Kind, optional, takes
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.need_parallel import NeedParallel
 from rlcore.engines.sampling.completion import RequestOutput
@@ -196,7 +196,10 @@ class _HistoryQueue:
         self.items.append(item)
 
 
-_PROMPTS = Kind("a list of texts, or NeedParallel of one,", lambda value: LIST.has(getattr(value, "data", value)))
+_PROMPTS = Kind(
+    "a list of texts, or NeedParallel of one,",
+    lambda value: isinstance(value, NeedParallel | Iterable) and not isinstance(value, str | bytes | Mapping),
+)
 
 
 class RliteInferenceEngine(InferenceEngine):
@@ -221,7 +224,7 @@ class RliteInferenceEngine(InferenceEngine):
         _check_placement(pipeline_parallel_size, allow_colocate)
         return super().build(data_parallel_size=data_parallel_size, **options)
 
-    @takes("generate()", prompts=_PROMPTS, post_generation_hook=optional(Kind("a function", callable)), use_tqdm=FLAG)
+    @takes("generate()", prompts=_PROMPTS, post_generation_hook=optional(Kind("a function", callable)))
     def generate(  # type: ignore[override]
         self,
         prompts: Sequence[str] | NeedParallel,
@@ -255,11 +258,12 @@ class RliteInferenceEngine(InferenceEngine):
                     "output queues; put it on one"
                 )
             (histories[index],) = again.items or done.items
-            if not isinstance(histories[index], IndexedGenerationHistory) or not histories[index].inputs:
+            chosen = histories[index]
+            if not isinstance(chosen, IndexedGenerationHistory) or (again.items and not chosen.inputs):
                 raise InvalidInputError(
-                    f"the post_generation_hook must put a history with inputs on a queue, got {histories[index]!r:.100}"
+                    f"the post_generation_hook must put a history with inputs on a queue, got {chosen!r:.100}"
                 )
-            return histories[index].inputs[-1] if again.items else None
+            return chosen.inputs[-1] if again.items else None
 
         self.generate_turns(texts, next_prompt, sampling_params)
         return [history.outputs for history in histories]

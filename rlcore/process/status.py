@@ -63,7 +63,7 @@ def _stat(pid: int) -> list[str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any bytes as its name
         return text.rpartition(")")[2].split()
-    except OSError:  # it has ended, or /proc is mounted with hidepid=1 and it is another user's
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # the last where /proc has hidepid=1
         return None
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from rlcore.arguments import LIST, MAPPING, did_you_mean, optional, takes
+from rlcore.arguments import ITERABLE, MAPPING, did_you_mean, optional, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import ParamsLike, Prompt, PromptLike, prompts_of
@@ -159,12 +159,12 @@ class ChatCompletions:
         self._client, self._make_reader = client, reader
         self._reader: ConversationReader | None = None
 
-    @takes("create()", messages=LIST, tools=optional(LIST), extra_body=optional(MAPPING))
+    @takes("create()", messages=ITERABLE, tools=optional(ITERABLE), extra_body=optional(MAPPING))
     async def create(
         self,
         *,
-        messages: Sequence[Message | ChatMessage],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Iterable[Message | ChatMessage],
+        tools: Iterable[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
         extra_body: Mapping[str, Any] | None = None,
@@ -192,9 +192,10 @@ class ChatCompletions:
         if (limit := max_tokens if max_completion_tokens is None else max_completion_tokens) is not None:
             params["max_tokens"] = limit
         asked = [_plain_message(message) for message in messages]
-        prompt = self._reader.prompt(asked, tools)
+        described = None if tools is None else list(tools)  # the template is written more than once
+        prompt = self._reader.prompt(asked, described)
         output = await self._client.generate(prompt, params | dict(extra_body or {}))
-        choices = [_choice(index, one, has_tools=bool(tools)) for index, one in enumerate(output.outputs)]
+        choices = [_choice(index, one, has_tools=bool(described)) for index, one in enumerate(output.outputs)]
         for choice in choices:
             self._reader.remember(asked, _plain_message(choice.message), prompt, choice.completion)
         sampled = sum(len(choice.completion.token_ids) for choice in choices)

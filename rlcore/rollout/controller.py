@@ -14,7 +14,6 @@ import contextlib
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,6 +29,7 @@ from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
 from rlcore.rollout.lending import LANE as LENT
 from rlcore.rollout.lending import TRAIN_ENGINE, LentDevices
+from rlcore.rollout.ownership import owned
 from rlcore.rollout.pacing import Pacing
 from rlcore.rollout.staleness import StalenessBound
 from rlcore.rollout.stats import RolloutStats
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
-_owned: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The inference engines of controllers that are not closed: what one asks, the other would be answered."""
 _MANY_REJECTIONS = 64
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
@@ -122,7 +120,7 @@ class RolloutController:
                 "RolloutController(lent=) needs max_in_flight=, the most prompts that one engine has at a time: only "
                 "what waits for room goes to devices that are lent"
             )
-        if lent is not None and lent.infer in engines:
+        if lent is not None and any(lent.infer is one for one in engines):
             raise InvalidInputError(
                 "RolloutController(lent=) lends to an engine of its own, and this one is among those of infer; build "
                 "another with colocate_with=train"
@@ -137,26 +135,31 @@ class RolloutController:
         self._is_paused = self._is_closed = False
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
-        self._fleet = Fleet(
-            engines,
-            self.timeline,
-            unhealthy_after_s=unhealthy_after_s,
-            max_in_flight=max_in_flight,
-            on_change=self._wake,
-        )
         self._lent = lent
-        if lent is not None:
-            self._fleet.add_guest(lent.infer, LENT)
-        self._runner = EpisodeRunner(
-            self._fleet,
-            defaults=defaults,
-            reader=reader_of(tokenizer, engines[0], chat_template=chat_template, options=template_options),
-            episode_timeout_s=episode_timeout_s,
-            on_end=self._note_end,
-        )
-        self._waiting = Waiting(self._changed, self._fleet, lent, self._bound)
-        self._direct = DirectEpisodes(self._changed, self._episodes, self._runner, self._waiting)
-        _owned.update(engines)
+        with contextlib.ExitStack() as begun:  # ends all of it where something cannot begin
+            begun.enter_context(owned(engines if lent is None else [*engines, lent.infer]))
+            begun.callback(self.timeline.end, TRAINER)
+            self._fleet = Fleet(
+                engines,
+                self.timeline,
+                unhealthy_after_s=unhealthy_after_s,
+                max_in_flight=max_in_flight,
+                on_change=self._wake,
+            )
+            begun.callback(self._fleet.close)
+            if lent is not None:
+                self._fleet.add_guest(lent.infer, LENT)
+            self._runner = EpisodeRunner(
+                self._fleet,
+                defaults=defaults,
+                reader=reader_of(tokenizer, engines[0], chat_template=chat_template, options=template_options),
+                episode_timeout_s=episode_timeout_s,
+                on_end=self._note_end,
+            )
+            begun.callback(self._runner.close, _CLOSE_S)
+            self._waiting = Waiting(self._changed, self._fleet, lent, self._bound)
+            self._direct = DirectEpisodes(self._changed, self._episodes, self._runner, self._waiting)
+            self._begun = begun.pop_all()
 
     # ------------------------------------------------------------------------------------- asynchronous
 
@@ -405,17 +408,10 @@ class RolloutController:
             RolloutTimeoutError: a workflow does not let itself be cancelled; the engines are the caller's all the same.
         """
         with self._changed:
-            if self._is_closed:
-                return
             self._is_closed = True
             self._episodes.queued.clear()
             self._changed.notify_all()
-        try:
-            self._runner.close(_CLOSE_S)
-        finally:
-            self._fleet.close()
-            _owned.difference_update(self._fleet.engines)
-            self.timeline.end(TRAINER)
+        self._begun.close()  # all of it, last begun first, whatever one of them raises
 
     def __enter__(self) -> Self:
         return self
@@ -525,9 +521,9 @@ class RolloutController:
         with self._changed:
             is_direct = self._direct.has(end.episode.number)
             self._episodes.end(end, is_direct=is_direct)
-            self._warn_of_rejections(self._episodes.rejections_in_row)
             if end.outcome == "cancelled":
                 return
+            self._warn_of_rejections(self._episodes.rejections_in_row)
             if is_direct:
                 self._direct.note_end(end)
             self._changed.notify_all()
@@ -550,6 +546,4 @@ def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEng
         )
     if not all(getattr(one, "is_built", True) for one in engines):
         raise StateError("RolloutController takes inference engines that are built; call build() first")
-    if any(one in _owned for one in engines):
-        raise StateError("another RolloutController has this inference engine; close() it first")
     return engines

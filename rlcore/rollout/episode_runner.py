@@ -171,7 +171,9 @@ class EpisodeRunner:
             outcome, error = "failed", RolloutError("the workflow has cancelled itself")
         except TimeoutError as late:
             outcome, error = "timed_out", self._too_long() if limit.expired() else late
-        except (Exception, SystemExit, KeyboardInterrupt) as failed:
+        except GeneratorExit:  # the loop is closed, and nobody runs this any more
+            raise
+        except BaseException as failed:  # groups of exceptions, and SystemExit, too: somebody waits for the end
             outcome, error = "failed", failed
         if error is not None:
             _log.warning("episode %d %s: %s; item %.200r", number, outcome, one_line(error), data)

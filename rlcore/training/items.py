@@ -86,16 +86,17 @@ def items_of(source: str, folder: Path, *, need_prompt: bool, are_saved: bool = 
     if not isinstance(items, Sequence) or not items:
         raise InvalidInputError(f"{source} must give a list of at least one item, got {items!r:.100}")
     if are_saved:
-        _check_plain(list(items), source)
+        items = _plain(list(items), source)
     if need_prompt:
         for number, item in enumerate(items, start=1):
             _check_prompt(item, f"item {number} of {source}")
     return list(items)
 
 
-def _check_plain(items: list[Any], source: str) -> None:
+def _plain(items: list[Any], source: str) -> list[Any]:
     try:
-        plain_copy(items, "items")
+        found: list[Any] = plain_copy(items, "items")
+        return found
     except InvalidInputError as error:
         told = f"the items of {source} must be plain data, for the checkpoint and episodes.jsonl: {error}"
         raise InvalidInputError(told) from error

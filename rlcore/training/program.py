@@ -49,6 +49,7 @@ class TrainProgram:
     def __init__(self, config: TrainConfig, home: Path, folder: TrainFolder, say: Callable[[str], None]) -> None:
         self.config, self.folder, self._say = config, folder, say
         self._stack = contextlib.ExitStack()
+        torch.manual_seed(config.seed)
         data = config.data
         self._reward: Any = data.reward and function_of(data.reward, home)
         need_prompt = config.rollout.workflow is None
@@ -64,7 +65,6 @@ class TrainProgram:
             rlcore.InferenceEngine(config.model, executor=config.sampler.executor)
             for _ in range(config.sampler.replicas)
         ]
-        torch.manual_seed(config.seed)
 
     def run(self, interrupt: Interrupt) -> None:
         """Run the steps that are left. Raises Interrupted between two steps, with everything saved."""
@@ -180,7 +180,8 @@ class TrainProgram:
         loss_fn = getattr(ops, own.loss)(**own.loss_options)
         generator = torch.Generator().manual_seed((self.config.seed + self._step) % 2**63)
         metrics: dict[str, float] = {}
-        for rows in torch.randperm(len(batch["rewards"]), generator=generator).tensor_split(own.minibatches):
+        order = torch.randperm(len(batch["rewards"]), generator=generator)
+        for rows in order.tensor_split(min(own.minibatches, len(order))):  # a workflow may give fewer trajectories
             minibatch = {name: values[rows] for name, values in batch.items()}
             metrics = self.train.train_batch(minibatch, loss_fn, max_grad_norm=own.max_grad_norm, **options)
         return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -207,22 +208,32 @@ def test_counts_of_a_group_that_has_gone_are_no_error(tmp_path: Path) -> None:
 
 
 ORPHAN = """
-import os, sys, time
+import multiprocessing, os, sys, time
 from rlcore.process.orphan import end_without
-parent = os.getpid()
-if os.fork() == 0:
+
+def child(when):
+    parent = multiprocessing.parent_process()
     print(os.getpid(), flush=True)
-    while sys.argv[1:] == ["late"] and os.getppid() == parent:
+    while when == "late" and parent.is_alive():
         time.sleep(0.01)
     end_without(parent, 0.1)
-time.sleep(60)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    when, method = sys.argv[1:]
+    multiprocessing.get_context(method).Process(target=child, args=(when,)).start()
+    time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("when", ["in time", "late"])
-def test_a_process_ends_some_time_after_its_parent(when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "method"), [("in time", "fork"), ("late", "fork"), ("in time", "spawn"), ("in time", "forkserver")]
+)
+def test_a_process_ends_some_time_after_its_parent(when: str, method: str, tmp_path: Path) -> None:
     """Also one that first asks for it when the parent has ended."""
-    command = [sys.executable, "-c", ORPHAN, when]
+    program = tmp_path / "orphan.py"
+    program.write_text(ORPHAN)
+    command = [sys.executable, str(program), when, method]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
@@ -242,6 +253,15 @@ def test_processes_whose_name_and_memory_have_bytes_that_are_no_text_are_seen(tm
             assert shared_memory([process.pid]) == set()
         finally:
             process.kill()
+
+
+def test_who_cannot_look_does_not_take_a_process_for_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_text", full)
+    with pytest.raises(OSError, match="Too many open files"):
+        status.start_time(os.getpid())
 
 
 HIDING = """

@@ -19,6 +19,7 @@ import torch
 
 from rlcore.compat import lightrft
 from rlcore.compat.lightrft import strategy_base
+from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.generation import sampling_params_of
 from rlcore.compat.lightrft.schedule import CosineSchedule
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
@@ -194,6 +195,16 @@ def test_engines_sleep_generate_and_resume(
         strategy.load_ckpt(actor.model, str(folder), "step0")
 
 
+class AttributeDict(dict[str, Any]):
+    """As EasyDict and OmegaConf have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
 def test_numbers_of_one_rank_are_their_own_mean(
     strategy: lightrft.StrategyBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +234,7 @@ def test_what_is_not_supported_says_why(path: Path, strategy: lightrft.StrategyB
     ):
         with pytest.raises((InvalidInputError, UnsupportedError), match=told):
             lightrft.get_strategy(args(path, **changes))
+    assert StrategyConfig.from_args(AttributeDict(fsdp=True)).fsdp
     for call, told in (
         (lambda: lightrft.get_strategy(None), "takes an argparse.Namespace or alike as args, got None"),
         (lambda: lightrft.get_strategy({"fsdp": True}), "takes an argparse.Namespace or alike as args, got {'fsdp'"),

@@ -104,7 +104,8 @@ def test_a_hook_makes_conversations(infer: rlite.RliteInferenceEngine) -> None:
         InvalidInputError, match=r"generate\(\) takes a function, or None as post_generation_hook, got 3"
     ):
         infer.generate(["Hello"], params, post_generation_hook=3)
-    assert infer.generate(["Hello"], params)[0].outputs[0].token_ids == found[0][0].outputs[0].token_ids
+    for texts in (["Hello"], iter(["Hello"])):
+        assert infer.generate(texts, params)[0].outputs[0].token_ids == found[0][0].outputs[0].token_ids
 
 
 class Counting(rlite.nn.BaseTrainModule):

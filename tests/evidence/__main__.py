@@ -58,7 +58,7 @@ class Outcome:
 class Free:
     """The GPUs and processors that no job has."""
 
-    gpus: list[int]
+    gpus: list[str]
     cores: list[int]
     pythons: dict[str, str] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Running:
         with (out / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 ["taskset", "-c", cores, "bash", "-euo", "pipefail", "-c", command],
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpus))},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -170,13 +170,15 @@ def read_jobs(path: Path, names: Sequence[str]) -> list[Job]:
     return [job for job in jobs if not names or job.name in names]
 
 
-def num_gpus() -> int:
-    """Return the number of NVIDIA GPUs, without loading CUDA here."""
+def visible_gpus() -> list[str]:
+    """Return what ``CUDA_VISIBLE_DEVICES`` names, all GPUs unless it is set, without loading CUDA here."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [one for one in named.split(",") if one]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return 0
-    return len(listed.splitlines())
+        return []
+    return [str(index) for index in range(len(listed.splitlines()))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,8 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", type=Path, default=JOBS, help="other jobs")
     options = parser.parse_args(argv)
     pythons = {"": sys.executable} | dict(one.split("=", 1) for one in options.python)
-    free = Free(list(range(num_gpus())), sorted(os.sched_getaffinity(0)), pythons)
-    outcomes = run(read_jobs(options.file, options.jobs), free, options.folder.resolve(), options.minutes)
+    free = Free(visible_gpus(), sorted(os.sched_getaffinity(0)), pythons)
+    jobs = read_jobs(options.file, options.jobs)
+    try:
+        options.folder.mkdir(parents=True)
+    except FileExistsError:
+        parser.error(f"{options.folder} is there; give a new folder")
+    outcomes = run(jobs, free, options.folder.resolve(), options.minutes)
     (options.folder / "outcomes.json").write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
     return sum(one.outcome != "done" for one in outcomes)
 

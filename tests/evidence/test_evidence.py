@@ -40,7 +40,7 @@ def job(name: str, command: str, **needs: Any) -> Job:
 
 
 def test_jobs_share_the_machine_and_what_does_not_run_says_why(tmp_path: Path) -> None:
-    free = Free([0, 1], CORES[:1], {"": "python", "vllm": "/envs/vllm/bin/python"})
+    free = Free(["0", "1"], CORES[:1], {"": "python", "vllm": "/envs/vllm/bin/python"})
     show = "echo {python} $CUDA_VISIBLE_DEVICES; taskset -cp $$; echo x > {out}/record"
     jobs = [
         job("two", show, gpus=2),
@@ -63,7 +63,7 @@ def test_jobs_share_the_machine_and_what_does_not_run_says_why(tmp_path: Path) -
     assert logs["two"][0] == "python 0,1" and logs["vllm"][0] == "/envs/vllm/bin/python 0"
     assert logs["vllm"][1].endswith(f": {CORES[0]}")
     assert (tmp_path / "two" / "record").exists()
-    assert sorted(free.gpus) == [0, 1] and free.cores == CORES[:1]
+    assert sorted(free.gpus) == ["0", "1"] and free.cores == CORES[:1]
 
 
 def test_a_job_over_its_time_is_ended_with_what_it_started(tmp_path: Path) -> None:
@@ -85,5 +85,8 @@ def test_the_command_writes_what_became_of_each(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path / "out"), "--file", str(file)]) == 0
     assert [one["outcome"] for one in json.loads((tmp_path / "out" / "outcomes.json").read_text())] == ["done"]
     assert capsys.readouterr().out.split()[0] == "a"
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "out"), "--file", str(file)])
+    assert "out is there; give a new folder" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="there is no job 'b'; these are: a"):
         main([str(tmp_path / "more"), "b", "--file", str(file)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import queue
 import threading
 from collections.abc import Callable
@@ -71,6 +73,35 @@ def test_ctrl_c_in_a_call_does_not_stop_the_runner(monkeypatch: pytest.MonkeyPat
     runner.start(2, "two", Rejects(), None)
     assert [ends.get(timeout=5).episode.data for _ in range(2)] == ["one", "two"]
     runner.close(60)
+
+
+def test_an_episode_whose_loop_is_closed_ends_without_a_word() -> None:
+    """A cancelled one may tidy up for longer than the runner lives. Nobody asks about it any more."""
+    ends: queue.Queue[EpisodeEnd] = queue.Queue()
+    began, tidies = threading.Event(), threading.Event()
+    given_up: list[bool] = []
+
+    class TidiesUp(Workflow):
+        async def run_episode(self, client: RolloutClient, data: Any) -> None:
+            try:
+                began.set()
+                await asyncio.Event().wait()
+            finally:
+                try:
+                    tidies.set()
+                    await asyncio.Event().wait()
+                except GeneratorExit:
+                    given_up.append(True)
+                    raise
+
+    runner = runner_of(ends.put)
+    runner.start(1, "one", TidiesUp(), None)
+    assert began.wait(60)
+    runner.cancel([1])
+    assert tidies.wait(60)
+    runner.close(60)
+    gc.collect()
+    assert given_up and ends.empty()
 
 
 def test_after_close_no_call_is_kept() -> None:

@@ -191,6 +191,15 @@ def test_wrong_engines_are_refused() -> None:
         controller(lent, lent.infer)  # type: ignore[arg-type]
 
 
+def test_a_lent_engine_has_one_controller_at_a_time() -> None:
+    lent = Lent(Trainer(), Guest())
+    for _ in range(2):
+        with controller(lent, SimulatedEngine()):
+            for another in (lambda: controller(lent, SimulatedEngine()), lambda: controller(None, lent.infer)):  # type: ignore[arg-type]
+                with pytest.raises(StateError, match="another RolloutController has this inference engine"):
+                    another()
+
+
 def test_an_engine_has_no_more_than_max_in_flight() -> None:
     engine = SimulatedEngine(step_s=0.0005)
     most = 0

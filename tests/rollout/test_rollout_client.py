@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from rlcore.rollout import (
     collate_trajectories,
     conversation,
 )
+from rlcore.rollout.client import ChatCompletions
 from rlcore.rollout.conversation import ConversationReader
 from rlcore.rollout.workflow import Workflow
 from tests.accuracy import assert_within_rounding
@@ -153,12 +156,14 @@ QUESTION = {"role": "user", "content": "q"}
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"messages": "q"}, "create() takes a list or tuple as messages, got 'q'"),
-        ({"messages": QUESTION}, "create() takes a list or tuple as messages, got {'role'"),
+        ({"messages": "q"}, "create() takes a list or another iterable as messages, got 'q'"),
+        ({"messages": b"q"}, "create() takes a list or another iterable as messages, got b'q'"),
+        ({"messages": QUESTION}, "create() takes a list or another iterable as messages, got {'role'"),
+        ({"messages": 3}, "create() takes a list or another iterable as messages, got 3"),
         ({"messages": [3]}, "a message needs a role, such as 'user'; got 3"),
         ({"messages": [None]}, "a message needs a role, such as 'user'; got None"),
         ({"messages": []}, "the chat template cannot write these messages: ValueError: Cannot apply chat template to"),
-        ({"messages": [QUESTION], "tools": "search"}, "create() takes a list or tuple, or None as tools, got 'search'"),
+        ({"messages": [QUESTION], "tools": "search"}, "create() takes a list or another iterable, or None as"),
         ({"messages": [QUESTION], "tools": [3]}, "the chat template cannot write these messages: ValueError: Tools"),
         ({"messages": [QUESTION], "extra_body": [1]}, "create() takes a mapping, or None as extra_body, got [1]"),
         ({"messages": [QUESTION], "max_completion_tokens": 0}, "SamplingParams.max_tokens must be at least 1, got 0"),
@@ -172,6 +177,25 @@ def test_wrong_arguments_of_create_are_one_line(tokenizer: Any, arguments: dict[
     with pytest.raises(InvalidInputError) as caught:
         asyncio.run(create(**arguments))
     assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+
+
+def test_messages_and_tools_may_come_from_generators(tokenizer: Any) -> None:
+    says, template = Says(tokenizer), "{% for t in tools %}{{ t.function.name }}{% endfor %}" + TEMPLATE
+    tools = [{"type": "function", "function": {"name": name}} for name in ("find", "run")]
+    talk = [QUESTION, {"role": "assistant", "content": "xab"}, QUESTION]
+    for made in (list, iter):
+        client = client_of(says, tokenizer, template)
+        for messages in (talk[:1], talk):
+            says.texts = ["xab"]
+            asyncio.run(client.chat.completions.create(messages=made(messages), tools=made(tools)))
+    assert says.prompts[:2] == says.prompts[2:]
+
+
+def test_create_is_a_coroutine_function_as_that_of_openai_is() -> None:
+    """Who mocks it, or calls it again after an error, asks."""
+    assert inspect.iscoroutinefunction(ChatCompletions.create)
+    with mock.patch.object(ChatCompletions, "create") as create:
+        assert isinstance(create, mock.AsyncMock)
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no system message') }}"])

@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,10 @@ class Acts(Workflow):
                 sys.exit("planted")
             case "exit in a task":
                 await asyncio.create_task(exits())
+            case "group":
+                raise BaseExceptionGroup("planted", [SystemExit()])
+            case "fail":
+                pytest.fail("planted")
             case "cancel":
                 raise asyncio.CancelledError
             case "lie":
@@ -98,6 +103,12 @@ def controller(engine: Any = None, workflow: Workflow | None = None, **options: 
 def until(condition: Callable[[], Any]) -> None:
     while not condition():
         time.sleep(0.002)
+
+
+def assert_ended(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive(), thread.name
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2, *(pytest.param(most, marks=pytest.mark.slow) for most in (1, 4))])
@@ -288,10 +299,22 @@ def test_who_rejects_all_is_told_so_now_and_then(caplog: pytest.LogCaptureFixtur
     assert [int(line.split()[0]) for line in told][:3] == [64, 128, 256]
 
 
+def test_a_cancelled_episode_is_no_rejection_in_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), controller(workflow=Acts()) as rollout:
+        rollout._episodes.rejections_in_row = 64
+        rollout._note_end(EpisodeEnd(Episode(9, "one", []), "cancelled", 1))
+        assert not caplog.messages
+        rollout._episodes.rejections_in_row = 63
+        rollout._note_end(EpisodeEnd(Episode(9, "one", []), "rejected", 1))
+    assert caplog.messages[0].startswith("64 episodes in a row were rejected")
+
+
 @pytest.mark.parametrize(
     ("workflow", "item", "told"),
     [
         (Acts(), "exit", "SystemExit: planted"),
+        (Acts(), "group", "BaseExceptionGroup: planted (1 sub-exception)"),
+        (Acts(), "fail", "Failed: planted"),
         (Acts(), "exit in a task", "SystemExit: planted"),
         (Acts(), "cancel", "RolloutError: the workflow has cancelled itself"),
         (Computes(), "compute", "InvalidInputError: run_episode() must be `async def`; it returned 3"),
@@ -301,9 +324,9 @@ def test_a_workflow_that_ends_in_an_odd_way_has_failed_and_stops_nothing(workflo
     with controller(workflow=workflow, max_failures_in_row=2) as rollout:
         for _ in range(2):
             with pytest.raises(RolloutError, match=f"none of 2 episodes ended well: {re.escape(told)}"):
-                rollout.rollout_batch([item] * 2)
+                rollout.rollout_batch([item] * 2, timeout_s=60)
         with pytest.raises(RolloutError, match=f"have failed in a row, the last one with {re.escape(told)}"):
-            rollout.prepare_batch([item])
+            rollout.prepare_batch([item], timeout_s=60)
         assert len(rollout.evaluate(["good"], Acts())) == 1
 
 
@@ -333,6 +356,78 @@ def test_an_engine_has_one_controller_at_a_time() -> None:
             with pytest.raises(StateError, match=r"another RolloutController has this inference engine; close\(\) it"):
                 RolloutController(engine, Steps(), batch_size=1)
             assert len(rollout.rollout_batch([1])["rewards"]) == 1
+
+
+@dataclass
+class Unhashable(SimulatedEngine):
+    """An engine of one's own that compares by its fields, of which there are none."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+class Slotted:
+    """An engine of one's own that weak references cannot refer to."""
+
+    __slots__ = ("_engine", "version")
+
+    def __init__(self) -> None:
+        self._engine, self.version = SimulatedEngine(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Slotted])
+def test_an_engine_of_any_class_has_one_controller_at_a_time(kind: Callable[[], Any]) -> None:
+    engine = kind()
+    with controller([engine, kind()]) as rollout:
+        with pytest.raises(StateError, match="another RolloutController has this inference engine"):
+            RolloutController(engine, Steps(), batch_size=1)
+        assert len(rollout.rollout_batch([1])["rewards"]) == 1
+    with controller(engine) as rollout:
+        rollout.rollout_batch([1])
+
+
+def test_a_controller_that_cannot_begin_keeps_no_thread_and_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor can another one begin meanwhile."""
+    engine, before = SimulatedEngine(), set(threading.enumerate())
+
+    def cannot_begin(*_: Any, **__: Any) -> None:
+        with pytest.raises(StateError, match="another RolloutController has this inference engine"):
+            RolloutController(engine, Steps(), batch_size=1)
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlcore.rollout.controller.EpisodeRunner", cannot_begin)
+        with pytest.raises(OSError, match="too many open files"):
+            RolloutController(engine, Steps(), batch_size=1)
+    assert_ended(set(threading.enumerate()) - before)
+    with controller(engine) as rollout:
+        rollout.rollout_batch([1])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_close_that_fails_gives_the_engines_back_all_the_same(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, before = [SimulatedEngine(), SimulatedEngine(), SimulatedEngine()], set(threading.enumerate())
+
+    def fails(numbers: Sequence[int] | None = None) -> int:
+        raise error("planted")
+
+    rollout = RolloutController(engines, Steps(), batch_size=1)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(engines[1], "abort", fails)
+        with pytest.raises(error, match="planted"):
+            rollout.close()
+    rollout.close()
+    assert_ended(set(threading.enumerate()) - before)
+    with controller(engines) as another:
+        rollout.close()  # again, which does not take them from the other
+        with pytest.raises(StateError, match="another RolloutController has this inference engine"):
+            RolloutController(engines[1], Steps(), batch_size=1)  # type: ignore[arg-type]
+        another.rollout_batch([1])
 
 
 def test_a_wait_says_what_failed() -> None:
@@ -424,7 +519,7 @@ def test_ctrl_c_in_wait_takes_nothing_and_close_leaves_no_thread_and_no_request(
     rollout.close()
     rollout.close()
     assert engine.num_under_way == 0 and engine.num_aborted == 1
-    until(lambda: set(threading.enumerate()) <= before)
+    assert_ended(set(threading.enumerate()) - before)
 
 
 def test_a_batch_that_another_thread_waits_for_ends_with_the_controller() -> None:

@@ -238,6 +238,17 @@ def test_the_example_is_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
     assert (verify({"a": 47, "b": 85}, "231"), verify({"a": 47, "b": 85}, "132")) == (1.0, 0.0)
 
 
+def test_items_of_a_function_are_plain_whatever_scalars_it_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "scalars.py").write_text(
+        "import numpy as np\ndef items(): return [{'prompt': np.str_('2+2'), 'w': np.float64(0.5)}]\n"
+    )
+    (item,) = items_of("scalars:items", tmp_path, need_prompt=True)
+    assert item == {"prompt": "2+2", "w": 0.5} and [type(value) for value in item.values()] == [str, float]
+
+
 def test_the_page_has_all_fields_with_their_defaults(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "train.md").read_text("utf-8")
     (shown,) = [block for block in page.split("```yaml\n")[1:] if block.startswith("model:")]

@@ -142,7 +142,9 @@ SHARED, BY_WORKFLOW = (
 
 
 def test_a_step_on_a_shared_device_by_a_workflow(folder: Path) -> None:
-    train("rollout.max_staleness=0", "steps=1", "evaluation.every=100", *SHARED, *BY_WORKFLOW)
+    """A workflow gives as many trajectories as it likes, here fewer than there are to be minibatches."""
+    few = "steps=1", "evaluation.every=100", "algorithm.minibatches=1000"
+    train("rollout.max_staleness=0", *few, *SHARED, *BY_WORKFLOW)
     check_episodes(folder, 1)
 
 

@@ -220,7 +220,7 @@ def connect(address: str | None = None, *, is_insecure: bool = False) -> Cluster
         if is_own and address is None:
             _start_local(ray)
         elif is_own:
-            _join(ray, str(address))
+            _join(ray, str(address), waits=True)
         warn_of_readable_token()
         cluster = Cluster(ray, is_own=is_own, is_insecure=is_insecure)
         _clusters.append(cluster)
@@ -237,7 +237,7 @@ def joined(address: str) -> Iterator[Any]:
     _check_address(address)
     ray = _import_ray()
     with _without_stderr():
-        _join(ray, address)
+        _join(ray, address, waits=False)
     try:
         yield ray
     finally:
@@ -301,9 +301,15 @@ def _check_answers(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S).close()
 
 
-def _join(ray: Any, address: str) -> None:
+def _join(ray: Any, address: str, *, waits: bool) -> None:
+    """Join a cluster.
+
+    Args:
+        waits: where nobody listens, let Ray wait for a head that is starting; False fails at once.
+    """
     try:
-        _check_answers(address)
+        if not waits:
+            _check_answers(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
         raise DeviceError(

@@ -59,8 +59,8 @@ def last_words(folder: str, pid: int | None = None) -> str:
 
 def run_scheduler(*arguments: Any, **keywords: Any) -> None:
     """Run a scheduler, called by SGLang in place of its ``run_scheduler_process``."""
-    if (parent := parent_process()) is not None and parent.pid is not None:  # what it imported first took seconds
-        end_without(parent.pid, _GUARD_S)
+    if (parent := parent_process()) is not None:  # what it imported first took seconds
+        end_without(parent, _GUARD_S)
     logging.getLogger(versions.SCHEDULER_LOG).addHandler(_LastWords(logging.ERROR))
     versions.run_scheduler(arguments, keywords, rpc=serve, sample=sample, folder=os.environ[FOLDER])
 

@@ -57,9 +57,10 @@ class StrategyConfig:
     @classmethod
     def from_args(cls, args: Any) -> StrategyConfig:
         """Take over the attributes of ``args``, an ``argparse.Namespace`` or alike, by name."""
-        if args is None or isinstance(args, Mapping):  # it would have none of the attributes
+        given = {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
+        if args is None or (isinstance(args, Mapping) and not given):  # a dict has keys instead
             raise InvalidInputError(f"a strategy takes an argparse.Namespace or alike as args, got {args!r:.200}")
-        config = cls(**{one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)})
+        config = cls(**given)
         for name, accepts in _ACCEPTS.items():
             if not accepts.has(value := getattr(config, name)):
                 raise InvalidInputError(f"--{name} must be {accepts.words}, got {value!r:.200}")

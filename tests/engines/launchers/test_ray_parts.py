@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from rlcore.engines.launchers.base import Host, LaunchOptions, WorkerPlacement
 from rlcore.engines.launchers.failures import describe
 from rlcore.engines.launchers.pending_calls import PendingCall
 from rlcore.engines.launchers.ray import agent as agent_module
-from rlcore.engines.launchers.ray import heartbeat, watchdog, wire
+from rlcore.engines.launchers.ray import cluster, heartbeat, watchdog, wire
 from rlcore.engines.launchers.ray import link as link_module
 from rlcore.engines.launchers.ray._ray_private import _error_name
 from rlcore.engines.launchers.ray.agent import Agent
@@ -176,6 +177,20 @@ def test_an_address_is_that_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
         rlcore.init(launcher="process", address="auto")
     with pytest.raises(InvalidInputError, match=r"such as '10.0.0.1:6379', or 'auto', got 'ray://10.0.0.1:10001'"):
         rlcore.init(address="ray://10.0.0.1:10001")
+
+
+def test_a_program_that_joins_leaves_it_to_ray_to_wait_for_a_head_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Job scripts start the head beside the program."""
+
+    def init(address: str, **_: object) -> None:
+        raise ConnectionError("Ray has waited in vain")
+
+    monkeypatch.setattr(cluster, "_clusters", [])
+    monkeypatch.setattr(cluster, "_import_ray", lambda: SimpleNamespace(init=init, is_initialized=lambda: False))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(DeviceError, match=r"no Ray cluster can be joined at .*: Ray has waited in vain; start one"):
+            cluster.connect(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 def test_the_interface_of_an_address() -> None:
