@@ -72,21 +72,17 @@ def takes(label: str = "", /, **kinds: Kind) -> Callable[[F], F]:
         named = [(kinds.get(name), name) for name in inspect.signature(function).parameters]
         what = label or function.__name__
 
-        def check(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        @functools.wraps(function)
+        def checked(*arguments: Any, **options: Any) -> Any:
             for (kind, name), value in zip(named, arguments, strict=False):
                 _check(what, kind, name, value)
             for name, value in options.items():
                 _check(what, kinds.get(name), name, value)
-
-        @functools.wraps(function)
-        def checked(*arguments: Any, **options: Any) -> Any:
-            check(arguments, options)
             return function(*arguments, **options)
 
         @functools.wraps(function)
         async def checked_coroutine(*arguments: Any, **options: Any) -> Any:
-            check(arguments, options)
-            return await function(*arguments, **options)
+            return await checked(*arguments, **options)
 
         # Who mocks, retries or traces a function looks whether it is a coroutine function.
         found: Any = checked_coroutine if inspect.iscoroutinefunction(function) else checked
