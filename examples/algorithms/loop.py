@@ -13,7 +13,6 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +52,9 @@ class Score(NamedTuple):
     """Shares of right answers to held-out problems."""
 
     greedy: float
-    """Of the likeliest answers."""
+    """It is that of the likeliest answers."""
     sampled: float
-    """Of answers drawn at temperature 1: pass@1, the mean of several answers to each problem."""
+    """It is that of answers drawn at temperature 1: pass@1, the mean of several answers to each problem."""
 
     def __str__(self) -> str:
         return f"{self.greedy:.3f} greedy, {self.sampled:.3f} sampled"
@@ -80,7 +79,7 @@ class Algorithm:
     """Supervised steps before the first of the algorithm, answers to each problem, and the learning rate, unless
     ``--imitation``, ``--samples`` and ``--rate`` say otherwise."""
     temperature = 1.25
-    """Of the answers on which it trains."""
+    """It is that of the answers on which it trains."""
     policy: type = PolicyMethods
     """Mixed into the model's class; its methods are those of ``run.train``."""
     token_weights: Any = "seq-mean-token-mean"
@@ -193,7 +192,8 @@ class Run:
 
     def _share_right(self, outputs: list[Any]) -> float:
         pairs = zip(self.held_out, outputs, strict=True)
-        return fmean(task.reward(problem, answer.text) for problem, output in pairs for answer in output.outputs)
+        answers = [(problem, answer.text) for problem, output in pairs for answer in output.outputs]
+        return task.accuracy([problem for problem, _ in answers], [text for _, text in answers])
 
     def _generate(
         self, problems: list[task.Problem], generator: torch.Generator | None = None, **params: Any

@@ -1,4 +1,4 @@
-"""What the CPU and GPUs say of themselves, beyond what the conformance suite asks of every device."""
+"""The CPU and GPUs say of themselves more than the conformance suite asks of every device."""
 
 from __future__ import annotations
 

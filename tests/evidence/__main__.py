@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass
 class Free:
-    """The GPUs and processors that no job has."""
+    """What jobs may take: the GPUs and processors that none has, and the interpreter of each environment."""
 
     gpus: list[str]
     cores: list[int]
@@ -116,7 +116,7 @@ class Running:
 
 def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[Outcome]:
     """Run the jobs; return what became of each, in the order in which they ended."""
-    ends_at, had = time.monotonic() + 60 * minutes, Free(list(free.gpus), list(free.cores), free.pythons)
+    ends_at = time.monotonic() + 60 * minutes
     waiting: list[Job] = []
     running: list[Running] = []
     outcomes: list[Outcome] = []
@@ -126,8 +126,7 @@ def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[O
         print(f"{outcome.name:24} {outcome.seconds:7.1f} s  {outcome.outcome}", flush=True)
 
     for job in jobs:
-        reason = why_never(job, had)
-        if reason:
+        if reason := why_never(job, free):
             say(Outcome(job.name, f"not begun: {reason}"))
         else:
             waiting.append(job)
@@ -151,12 +150,12 @@ def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[O
     return outcomes
 
 
-def why_never(job: Job, had: Free) -> str:
-    """Return what this machine lacks for the job; nothing if it can run."""
-    if job.environment not in had.pythons:
+def why_never(job: Job, free: Free) -> str:
+    """Return what this machine lacks for the job while no other runs; nothing if it can run."""
+    if job.environment not in free.pythons:
         return f"it needs --python {job.environment}=INTERPRETER"
-    if not had.suffices(job):
-        return f"it needs {job.gpus} GPUs and {job.cores} processors; there are {len(had.gpus)} and {len(had.cores)}"
+    if not free.suffices(job):
+        return f"it needs {job.gpus} GPUs and {job.cores} processors; there are {len(free.gpus)} and {len(free.cores)}"
     return ""
 
 
