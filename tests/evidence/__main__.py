@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: int
     """After which it is ended."""
     gpus: int = 1
-    cores: int = 12
+    cores: int = 10
     environment: str = ""
     """The name of the one of ``--python`` that it needs; that of this program unless given."""
 
