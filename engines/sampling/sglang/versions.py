@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import importlib.util
 import os
 import tempfile
 import warnings
@@ -356,6 +357,11 @@ def load(runner: SglangModelRunner, weights: Iterable[tuple[str, Tensor]], devic
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     DefaultModelLoader.load_weights_and_postprocess(runner.model, weights, device)
+
+
+def lacks_flash_attention() -> bool:
+    """Say whether SGLang would ask its kernels for FlashAttention 3, as on Hopper, and they were built without it."""
+    return torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops") is None
 
 
 def memory_saver() -> Any:
