@@ -147,11 +147,29 @@ for the meta device. Operators of ATen have no public names. Since torch 2.10.""
 ADDS_PRODUCT = _aten.addmm.dtype_out
 """The operator of ``torch.addmm(out_dtype=, out=)``, which has no memory of its own. On the meta device torch 2.11 runs
 the code of another overload for it, which fails. Since torch 2.10."""
+CHANGED_BY_AUTOGRAD = frozenset({_aten.add.Tensor, _aten.index_put.default})
+"""Operators by which autograd sums gradients and puts them to their rows. Into a tensor that nobody else has it writes
+in place, but not while a dispatch mode sees it: see ``reuses_gradient``. Since torch 2.10."""
 HOST_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
 MASKED_ATTENTION = _aten._scaled_dot_product_efficient_attention
 """The operators of ``scaled_dot_product_attention`` on a host, on an accelerator, and there with a mask; on the meta
 device the public function holds all scores. Since torch 2.10."""
+
+
+def reuses_gradient(gradient: Tensor) -> bool:
+    """Return True if autograd, without a dispatch mode, would write into ``gradient`` what it computes from it now.
+
+    See ``can_accumulate_inplace`` of ``torch/csrc/autograd/input_buffer.cpp``. Neither the node that runs nor the
+    number of tensors that share a storage has a public name. Functions of Python, which run as nodes too, say
+    themselves what they write into. Since torch 2.10.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or torch.is_grad_enabled() or isinstance(node, torch.autograd.function.BackwardCFunction):
+        return False
+    storage: Any = gradient.untyped_storage()
+    owners = torch._C._storage_Use_Count(storage._cdata) - 1  # one is the object of this line
+    return bool(owners == 1 and gradient.nbytes == storage.nbytes())
 
 
 def device_lists_of_optimizers() -> list[tuple[Any, str, bool]]:

@@ -489,6 +489,24 @@ def a_product_that_is_added_is_one_operation() -> None:
     assert seen == [of_engines.ADDS_PRODUCT]
 
 
+@contract("CHANGED_BY_AUTOGRAD", "reuses_gradient")
+def autograd_sums_into_what_nobody_else_has() -> None:
+    seen: dict[Any, list[bool]] = {}
+
+    class Asking(base.TorchDispatchMode):  # type: ignore[misc,no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in of_engines.CHANGED_BY_AUTOGRAD:
+                seen.setdefault(func, []).append(of_engines.reuses_gradient(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.empty(3, 4, device="meta", requires_grad=True)
+    rows = torch.zeros(2, dtype=torch.int64)
+    with Asking():
+        (weight[rows].exp().sum() + (weight * 2).exp().sum()).backward()
+    add, put = torch.ops.aten.add.Tensor, torch.ops.aten.index_put.default
+    assert seen == {add: [False, True], put: [True]}, seen  # the first sum is the forward's
+
+
 @contract("HOST_ATTENTION", "FLASH_ATTENTION", "MASKED_ATTENTION")
 def fused_attention_holds_no_scores() -> None:
     x = torch.empty(1, 2, 5, 8, device="meta", dtype=torch.bfloat16)

@@ -20,6 +20,9 @@ _SMALL_SEGMENT = 2 << 20
 _LARGE_SEGMENT = 20 << 20
 _LARGE_ALONE = 10 << 20
 """Requests from here on have a segment of their own, a multiple of ``_SMALL_SEGMENT``."""
+_FIRST_PLACE = 1 << 47
+"""Each segment lies below the ones before it, as the driver of NVIDIA's devices places them: of free blocks of one size
+the lowest is taken, which is one of the newest segment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +118,7 @@ class CachingAllocator:
         self._capacity = capacity
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
-        self._next = 0
+        self._lowest = _FIRST_PLACE
         self._pools = {True: _FreeBlocks(), False: _FreeBlocks()}
 
     def allocate(self, nbytes: int) -> Block:
@@ -171,8 +174,8 @@ class CachingAllocator:
                 raise PlannedMemoryError(size, self.allocated, self._capacity)
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._next += size
-        return Block(self._next - size, size, is_small)
+        self._lowest -= size
+        return Block(self._lowest, size, is_small)
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(block.start + size, block.size - size, block.is_small, block, block.after, is_free=True)

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from rlcore._torch_private import COPY_TO, TorchDispatchMode, storage_key, tree_leaves
-from rlcore.engines._torch_private import ADDS_PRODUCT, CHANGES_VALUES_ALONE, READ_SCALAR
+from rlcore.engines._torch_private import (
+    ADDS_PRODUCT,
+    CHANGED_BY_AUTOGRAD,
+    CHANGES_VALUES_ALONE,
+    READ_SCALAR,
+    reuses_gradient,
+)
 from rlcore.engines.memory_plan.allocator import Allocator
 from rlcore.errors import UnsupportedError
 
@@ -69,7 +75,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is ADDS_PRODUCT and _is_meta(kwargs["out"]):
             return kwargs["out"]
         try:
-            return func(*args, **kwargs)
+            if func not in CHANGED_BY_AUTOGRAD or not _is_meta(args[0]) or not reuses_gradient(args[0]):
+                return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            return args[0] if result.shape == args[0].shape and result.dtype == args[0].dtype else result
         except NotImplementedError as error:
             raise UnsupportedError(f"a plan of a step with {func}", f"it needs values: {error}") from error
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,29 +21,8 @@ from rlcore.engines._torch_private import (
     MASKED_ATTENTION,
     device_lists_of_optimizers,
 )
-from rlcore.engines.memory_plan.ledger import Flops, Inside
+from rlcore.engines.memory_plan.ledger import Flops
 from rlcore.planned import PlannedDevice
-
-_FLASH_ROWS, _FLASH_COLUMNS = 128, 32
-
-
-def _flash_backward(  # noqa: PLR0917  # the operator's arguments
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor, *_: Any
-) -> list[int]:
-    """Return what the backward of flash attention 2 takes: see ``mha_varlen_bwd`` of its ``flash_api.cpp``.
-
-    The gradient of the queries is summed in float32. Those of keys and values that several heads share are made for
-    each head, and added up.
-    """
-    tokens, heads, width = query.shape
-    rows = tokens + _FLASH_ROWS * (len(cu_seq_q) - 1)
-    wide = math.ceil(width / _FLASH_COLUMNS) * _FLASH_COLUMNS
-    shared = 0 if key.shape[1] == heads else tokens * heads * width * query.element_size()
-    return [4 * heads * rows, 4 * rows * heads * wide, shared, shared]
-
-
-def _flex_backward(grad_out: Tensor, query: Tensor, *_: Any) -> list[int]:
-    return [4 * query.shape[1] * query.shape[2]]  # the sum of each row's gradient times output
 
 
 def _attention_flops(products: int) -> Callable[..., int]:
@@ -57,10 +35,6 @@ def _attention_flops(products: int) -> Callable[..., int]:
     return count
 
 
-INSIDE: dict[str, Inside] = {
-    "torch_attn::_varlen_attn_backward": _flash_backward,
-    "rlcore_plan::flex_attention_backward": _flex_backward,
-}
 FLOPS: dict[str, Flops] = {
     "torch_attn::_varlen_attn": _attention_flops(2),
     "torch_attn::_varlen_attn_backward": lambda grad_out, query, *rest, **_: _attention_flops(5)(

@@ -23,8 +23,9 @@ from rlcore.engines.executors.strategy import OneDevice
 from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.memory_plan.allocator import Allocator, CachingAllocator, PlainAllocator
+from rlcore.engines.memory_plan.inside import INSIDE
 from rlcore.engines.memory_plan.ledger import Ledger
-from rlcore.engines.memory_plan.stand_ins import FLOPS, INSIDE, stand_ins
+from rlcore.engines.memory_plan.stand_ins import FLOPS, stand_ins
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch, rank_batches
 from rlcore.kernels.losses.interface import LossFn
@@ -55,13 +56,14 @@ class PhasePeak:
 
 
 def workspaces(device: PlannedDevice) -> list[int]:
-    """Return what the library of products takes once: a workspace for each of three handles, as measured on an H200.
+    """Return what the library of products takes once: a workspace for the handle of the thread that calls,
+    and one for that of autograd's thread.
 
     Its size is torch's: see ``parseChosenWorkspaceSize`` of ``aten/src/ATen/cuda/CublasHandlePool.cpp``.
     """
     if not device.arch:
         return []
-    return [_WORKSPACE if device.arch >= _LARGE_WORKSPACE_ARCH else _OLDER_WORKSPACE] * 3
+    return [_WORKSPACE if device.arch >= _LARGE_WORKSPACE_ARCH else _OLDER_WORKSPACE] * 2
 
 
 class _MetaDevice:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +16,14 @@ from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan import stand_ins as of_plan
 from rlcore.engines.memory_plan.allocator import CachingAllocator, PlainAllocator, PlannedMemoryError
+from rlcore.engines.memory_plan.inside import INSIDE
 from rlcore.engines.memory_plan.ledger import Ledger
 from rlcore.engines.memory_plan.stand_ins import stand_ins
 from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of, workspaces
 from rlcore.errors import UnsupportedError
 from rlcore.ops import ppo_clip
 from rlcore.planned import PlannedDevice, planned_device, planning_for
-from tests.planning import host_peak
+from tests.planning import host_peak, peaks
 from tests.planning.peaks import MODELS, SETUPS, module_of
 
 GPU = PlannedDevice("cuda", cores=132, arch=90)
@@ -162,6 +166,67 @@ def test_a_product_that_is_added_is_counted_where_torch_cannot_run_it_on_meta() 
     assert set(ledger.held().values()) == {total.nbytes}, "the product is added in place"
 
 
+class Requests(PlainAllocator):
+    """Notes what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.sizes: list[int] = []
+
+    def allocate(self, nbytes: int) -> int:
+        self.sizes.append(nbytes)
+        return super().allocate(nbytes)
+
+
+class Twice(torch.autograd.Function):
+    """Its backward is written in Python, and keeps what it adds to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        doubled = grad * 2
+        return doubled + 0 * doubled
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda weight: ((weight * 2).exp() + weight.exp()).sum(), 3),  # two gradients and a product; no sum of them
+        (lambda weight: weight[torch.tensor([1, 0])].exp().sum(), 2),  # rows of zeros, into which gradients are put
+        (lambda weight: Twice.apply(weight).exp().sum(), 4),
+    ],
+    ids=["tied", "rows", "own backward"],
+)
+def test_a_plan_sums_gradients_where_autograd_does(loss: Callable[[torch.Tensor], torch.Tensor], expected: int) -> None:
+    """Autograd sums into a gradient that nobody else has, and does not where a dispatch mode sees it."""
+    weight = torch.empty(2, 500, device="meta", requires_grad=True)
+    asked = Requests()
+    with Ledger(asked, {}, {}):
+        value = loss(weight)
+        asked.sizes.clear()
+        value.backward()
+    assert weight.grad is not None and weight.grad.shape == weight.shape
+    assert asked.sizes.count(weight.nbytes) == expected, asked.sizes
+
+
+def test_what_operators_take_inside_is_what_was_recorded_on_an_h200() -> None:
+    """From the events of torch's allocator in a step of Qwen2.5 0.5B with 12,000 tokens."""
+    columns, embedding = INSIDE["aten::sum.dim_IntList"], INSIDE["aten::embedding_dense_backward"]
+    grad, of_key = (torch.empty(1, 12_000, width, dtype=torch.bfloat16, device="meta") for width in (896, 128))
+    tokens = torch.empty(1, 12_000, dtype=torch.int64, device="meta")
+    with planning_for(GPU):
+        assert columns(grad, [0, 1], True) == [86_245_376, 28]
+        assert columns(of_key[0], [0], True) == [12_320_768, 4]
+        assert columns(grad[:, :100], [0, 1], True) == []  # each thread has few values
+        assert columns(grad, [2], True) == []
+        assert embedding(grad, tokens, 151_936, -1, False) == [47_308_800]
+    with planning_for(HOST):
+        assert columns(grad, [0, 1], True) == embedding(grad, tokens, 151_936, -1, False) == []
+
+
 def test_a_step_that_needs_values_is_refused() -> None:
     class Reading(type(module_of(SMALL["qwen2"], None))):  # type: ignore[misc]
         def hidden_states(self, batch: Any) -> torch.Tensor:
@@ -243,6 +308,18 @@ def test_cached_segments_go_back_before_the_memory_ends(allocator: CachingAlloca
     assert allocator.reserved == 40 * MIB
     with pytest.raises(PlannedMemoryError, match=f"{26 * MIB} bytes are asked for, {40 * MIB} are in tensors"):
         allocator.allocate(26 * MIB)
+
+
+def test_the_allocator_takes_what_torch_took_on_an_h200_to_the_byte() -> None:
+    """The requests of two steps of Qwen2.5 0.5B: bytes, or how many requests ago that was made which is freed."""
+    packed = Path(peaks.__file__).with_name("allocator_h200.json.gz").read_bytes()
+    allocator, blocks = CachingAllocator(), []
+    for request in json.loads(gzip.decompress(packed)):
+        if request > 0:
+            blocks.append(allocator.allocate(request))
+        else:
+            allocator.free(blocks[request])
+    assert (allocator.peak_reserved, allocator.peak_allocated) == (11_188_305_920, 10_768_267_776)
 
 
 def test_a_host_gives_what_is_asked_for() -> None:
