@@ -1,7 +1,8 @@
 """Measure the memory that real train engines take on a GPU, beside its plan: ``python -m tests.planning.peaks FILE``.
 
 Six models with random weights under four configurations, each in a process of its own. All processes plan at once; they
-measure one after another, so that no two are on the GPU together. FILE gets all as JSON.
+measure one after another, so that no two are on the GPU together. FILE gets all as JSON. ``--again FILE`` plans what
+FILE measured again, without a GPU, and prints the rows of docs/plan.md; ``peaks_h200.json`` is such a file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -148,20 +150,27 @@ def planned(model: str, setup: str) -> dict[str, Any]:
     peaks = {f"train {number}": trainer.train(batch, loss_fn, step_options(most)) for number in (1, 2)}
     if not options.get("offload"):  # it would have another peak with the optimizer away
         peaks["score"] = trainer.score(batch, score_options(most))
+    found = {name: {"peak": one.allocated, "reserved": one.reserved} for name, one in peaks.items()}
+    return found | {"plan()": answered(model, setup)}
+
+
+def answered(model: str, setup: str) -> dict[str, int]:
+    """Return the memory of the trainer's process by ``rlcore.plan``, in tensors and in segments of the allocator."""
+    (config, lora), options = MODELS[model], SETUPS[setup]
     build = dict(options["build"])
     recompute = build.pop("activation_checkpointing")
-    whole = rlcore.plan(
+    plan = rlcore.plan(
         module_of(config, lora),
         device="h200",
-        longest=max(lengths),
-        max_tokens=fullest(lengths, most),  # which is planned full
+        longest=max(options["lengths"]),
+        max_tokens=fullest(options["lengths"], options["max_tokens"]),  # which is planned full
         recompute=recompute,
         sampler=False,
         options=build,
     )
-    (train,) = (phase for phase in whole.best.phases if phase.name == "train")
-    found = {name: {"peak": one.allocated, "reserved": one.reserved} for name, one in peaks.items()}
-    return found | {"plan()": {"reserved": train.device_bytes - train.parts["contexts"]}}
+    (train,) = (phase for phase in plan.best.phases if phase.name == "train")
+    reserved = train.device_bytes - train.parts["contexts"]
+    return {"peak": reserved - train.parts["kept by the allocator"], "reserved": reserved}
 
 
 def _peaks() -> dict[str, int]:
@@ -251,21 +260,15 @@ def _beside(plan: int, real: int) -> str:
     return f"{plan / 2**30:.2f}/{real / 2**30:.2f} {plan / real - 1:+.1%}"
 
 
-def table(file: Path) -> list[str]:
-    """Return the rows of docs/plan.md, GiB: planned and measured, in tensors and in segments of the allocator."""
-    found = {(run["model"], run["setup"]): run for run in json.loads(file.read_text())["runs"]}
-    runs = [found[model, setup] for setup in CONFIGURATIONS for model in MODELS if (model, setup) in found]
-    rows = []
-    for run in runs:
-        if "error" in run:
-            rows.append(f"| {run['model']} | {run['setup']} | {run['error'][-300:]} |")
-            continue
-        plan, real = run["planned"], run["measured"]
-        pairs = [(plan["train 2"][name], real["train 2"][name]) for name in ("peak", "reserved")]
-        pairs.append((plan["plan()"]["reserved"], real["train 2"]["reserved"]))
-        cells = [f"{one / 2**30:.2f} | {other / 2**30:.2f} | {one / other - 1:+.1%}" for one, other in pairs]
-        rows.append(" | ".join([f"| {run['model']} | {run['setup']}", *cells]) + " |")
-    return rows
+def rows(file: Path) -> Iterator[str]:
+    """Yield the rows of docs/plan.md, GiB: planned now and measured then, in tensors and in segments."""
+    for run in json.loads(file.read_text())["runs"]:
+        plan, real = answered(run["model"], run["setup"]), run["measured"]["train 2"]
+        cells = [
+            f"{plan[name] / 2**30:.2f} | {real[name] / 2**30:.2f} | {plan[name] / real[name] - 1:+.1%}"
+            for name in ("peak", "reserved")
+        ]
+        yield " | ".join([f"| {run['model']} | {run['setup']}", *cells]) + " |"
 
 
 def main(file: str, *names: str) -> None:
@@ -280,7 +283,7 @@ def main(file: str, *names: str) -> None:
         waiting = []
         for setup in CONFIGURATIONS:
             for model in chosen:
-                is_told = (model, setup) == ("qwen2.5-0.5b", "recompute, 12k")
+                is_told = (model, setup) == ("llama-3.2-1b", "bfloat16, 24k, offload")  # which is planned worst
                 events = str(Path(file).with_suffix(".events.json")) if is_told else ""
                 waiting.append(pool.submit(_in_process, model, setup, str(Path(folder, "lock")), events))
         for one in as_completed(waiting):
@@ -292,7 +295,8 @@ def main(file: str, *names: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--one":
         _one(*sys.argv[2:])
-    elif sys.argv[1] == "--table":
-        print("\n".join(table(Path(sys.argv[2]))))
+    elif sys.argv[1] == "--again":
+        for row in rows(Path(sys.argv[2])):
+            print(row, flush=True)
     else:
         main(*sys.argv[1:])

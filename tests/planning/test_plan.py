@@ -18,6 +18,7 @@ from rlcore.planning.hardware import hardware
 from rlcore.planning.model import planned_model
 from rlcore.planning.rates import Rates
 from rlcore.planning.traces import cache_bytes_per_token
+from tests.planning import peaks
 
 GIB = 1 << 30
 CONFIG = {
@@ -27,6 +28,11 @@ CONFIG = {
 }  # fmt: skip
 VALUES = 2 * (256 * (4 + 2 + 2 + 4) * 64 + (4 + 2 + 2) * 64 + 3 * 256 * 768 + 2 * 256) + 4096 * 256 + 256
 """Parameters: projections and their biases, MLP and norms of two layers, the embedding, the last norm."""
+PEAKS = json.loads(Path(peaks.__file__).with_name("peaks_h200.json").read_text("utf-8"))
+LEAST, MOST = 0.98, 1.05
+"""The promise of a plan, as parts of what is measured."""
+KNOWN_BELOW = {("llama-3.2-1b", "bfloat16, 24k, offload"): 0.93}
+"""The one that does not keep it; see docs/plan.md."""
 FIXED: dict[str, Any] = {"longest": 256, "max_tokens": 512, "recompute": True}
 
 
@@ -116,6 +122,20 @@ def _sgd(parameters: Any) -> Any:
     import torch
 
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+# ------------------------------------------------------------------------------------------- what was measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", PEAKS["runs"], ids=lambda run: f"{run['model']}: {run['setup']}")
+def test_a_plan_is_what_a_step_took_on_an_h200(run: dict[str, Any]) -> None:
+    if run["model"].endswith("lora"):
+        pytest.importorskip("peft", reason="peft is not installed")
+    plan, real = peaks.answered(run["model"], run["setup"]), run["measured"]["train 2"]
+    least = KNOWN_BELOW.get((run["model"], run["setup"]), LEAST)
+    assert LEAST * real["peak"] <= plan["peak"] <= MOST * real["peak"], (plan, real)
+    assert least * real["reserved"] <= plan["reserved"] <= MOST * real["reserved"], (plan, real)
 
 
 # ------------------------------------------------------------------------------------------------------- seconds
