@@ -81,7 +81,7 @@ class Traces:
         """Score a full micro-batch; train two steps of two, as the allocator keeps what earlier ones have left it.
 
         Gradients come where activations were, and states of optimizers where both were. Made by themselves before the
-        micro-batch, they would leave other gaps: up to 12 % more was planned.
+        micro-batch, they would leave other gaps: up to 7 % more was planned.
         """
         lengths, options = self.lengths(max_tokens), step_options(max_tokens)
         scorer = self._trainer(sharding)
