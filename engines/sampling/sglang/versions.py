@@ -42,6 +42,11 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # a replica is on one host: nothing has to be reached from another
     "NCCL_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
+    # NCCL's own defaults, by their numbers. SGLang turns both off in its schedulers where they are not set, and leaves
+    # them alone where they are. Trainer and scheduler are one communicator in a weight sync by "collective": with other
+    # kinds of memory at its two ends one asks for a handle that the other does not have, and NCCL waits for ever.
+    "NCCL_CUMEM_ENABLE": "-2",
+    "NCCL_NVLS_ENABLE": "2",
 }
 
 

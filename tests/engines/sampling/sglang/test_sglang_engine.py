@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,20 @@ def test_a_prompt_that_is_too_long_is_refused(replica: Any) -> None:
     with pytest.raises(InvalidInputError, match=told):
         infer.generate([[5]], {"max_tokens": most})
     assert len(infer.generate([[5]], FREE | {"max_tokens": most - 1})[0].outputs[0].token_ids) == most - 1
+
+
+@pytest.mark.parametrize("replica", ["Qwen2Config"], indirect=True)
+def test_schedulers_have_the_settings_of_nccl_that_trainers_have(replica: Any) -> None:
+    """They are in one communicator, and a trainer's process has what the user sets, else NCCL's defaults."""
+    infer, _ = replica
+    (scheduler,) = schedulers(infer)
+
+    def settings(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
+        return {name: value for name, value in environment if name.startswith("NCCL_") and "SOCKET" not in name}
+
+    found = [entry.partition("=") for entry in Path(f"/proc/{scheduler}/environ").read_text().split("\0")]
+    defaults = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
+    assert settings((name, value) for name, _, value in found) == defaults | settings(os.environ.items())
 
 
 @pytest.mark.parametrize("replica", MODELS, indirect=True)
