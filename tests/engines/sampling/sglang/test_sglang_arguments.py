@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -90,57 +89,35 @@ def test_both_ends_of_a_communicator_have_the_same_settings_of_nccl(monkeypatch:
         assert os.environ["NCCL_CUMEM_ENABLE"] == "-2", "NCCL's default: what the machine can"
 
 
-class _Gpu:
-    """A GPU of another generation than Hopper (9), or one, with or without the kernels of FlashAttention 3."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, generation: int, *, has_flash_attention: bool) -> None:
-        self.arguments: list[dict[str, Any]] = []
-        real = importlib.util.find_spec
-        flash = SimpleNamespace() if has_flash_attention else None
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (generation, 0))
-        monkeypatch.setattr(
-            "importlib.util.find_spec", lambda name, *more: flash if name == "sgl_kernel.flash_ops" else real(name, *more)
-        )
-        monkeypatch.setattr(arguments, "check_arguments", lambda given: None)  # reads SGLang's source
-        monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
-        monkeypatch.setattr(versions, "prepare", lambda *_: "0.5.21")
-        monkeypatch.setattr(executors, "PromptReader", lambda *_: None)
-        monkeypatch.setattr(executors.signal, "signal", lambda *_: None)
-        monkeypatch.setattr(executors, "WorkerProcesses", lambda *_, **__: self)
-        monkeypatch.setattr(executors, "EngineThread", lambda make: make())
-        monkeypatch.setattr(versions, "new_engine", self._take)
-
-    def needed_for(self, what: str) -> Any:
-        return contextlib.nullcontext()
-
-    def _take(self, given: dict[str, Any], *_: Any) -> None:
-        self.arguments.append(given)
-        raise InvalidInputError("this test makes no engine")
-
-    def build(self, tmp_path: Path, **options: Any) -> dict[str, Any]:
-        device = SimpleNamespace(torch_device=torch.device("cuda:0"), index=0, spec=SimpleNamespace(is_host=False))
-        context = SimpleNamespace(
-            rank=0, devices=("cuda:0",), device_name="cuda:0", device=device, store=str(tmp_path)
-        )
-        executor: Any = SimpleNamespace(
-            context=context, device=device, _num_shards=1, _name_of=None, _remove_memory=None
-        )
-        with mock.patch.dict(os.environ), pytest.raises(InvalidInputError, match="makes no engine"):
-            SglangExecutor.build(executor, "model", dtype="bfloat16", **options)
-        return self.arguments[-1]
-
-
 @pytest.mark.parametrize(
-    ("generation", "has_flash_attention", "expected"),
-    [(9, False, "triton"), (9, True, None), (8, False, None), (10, False, None)],
+    ("capability", "has_flash_attention", "expected"),
+    [("9.0", False, "triton"), ("9.0", True, None), ("8.9", False, None), ("10.0", False, None)],
 )
 def test_without_flash_attention_a_hopper_takes_tritons(
-    generation: int, has_flash_attention: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capability: str, has_flash_attention: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang asks for FlashAttention 3 there alone, and would fail: "Can not import FA3 in sgl_kernel"."""
-    gpu = _Gpu(monkeypatch, generation, has_flash_attention=has_flash_attention)
-    assert gpu.build(tmp_path).get("attention_backend") == expected
-    assert gpu.build(tmp_path, attention_backend="flashinfer")["attention_backend"] == "flashinfer", "the user's stays"
+    found = importlib.util.find_spec
+    kernels = SimpleNamespace() if has_flash_attention else None
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: kernels if "flash_ops" in name else found(name, *more)
+    )
+    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
+    monkeypatch.setattr(executors, "engine_arguments", lambda given, *_: dict(given))
+    monkeypatch.setattr(versions, "prepare", lambda *_: "0.5.21")
+    monkeypatch.setattr(executors, "PromptReader", lambda *_: None)
+    monkeypatch.setattr(executors.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(executors, "WorkerProcesses", mock.MagicMock())
+    monkeypatch.setattr(executors, "EngineThread", lambda make: make())
+    monkeypatch.setattr(versions, "new_engine", mock.Mock(side_effect=InvalidInputError("no engine is made")))
+    device = SimpleNamespace(
+        spec=SimpleNamespace(is_host=False), properties=lambda: SimpleNamespace(capability=capability)
+    )
+    executor: Any = mock.MagicMock(context=SimpleNamespace(store="folder"), device=device, _num_shards=1)
+    for given, taken in ({}, expected), ({"attention_backend": "flashinfer"}, "flashinfer"):
+        with mock.patch.dict(os.environ), pytest.raises(InvalidInputError, match="no engine is made"):
+            SglangExecutor.build(executor, "model", **given)
+        assert versions.new_engine.call_args.args[0].get("attention_backend") == taken  # type: ignore[attr-defined]
 
 
 def test_experts_of_a_host_are_refused_where_sglang_would_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
