@@ -75,6 +75,7 @@ class TorchGroups:
             group.shutdown()
         self._named.clear()
         del self.for_device, self.for_host
+        self.connect = None  # it has the store, too
         del self._store  # one that outlives its file, which the last rank removes, ends the process
 
     def break_connections(self) -> None:
