@@ -70,8 +70,8 @@ class Sharding:
     """Exchange gradients after every micro-batch: more traffic, but each rank keeps only its part of them. Else whole
     gradients are held from the first micro-batch of a step to its last."""
     reshard_after_forward: bool = True
-    """Free the gathered blocks after their forward, and gather them again for their backward. False keeps them between the
-    two, in the compute dtype: each micro-batch gathers once, as with ZeRO 2. Named as in torch's ``fully_shard``."""
+    """Free the gathered blocks after their forward, and gather them again for their backward. False keeps them between
+    the two, in the compute dtype: each micro-batch gathers once. It is named as in torch's ``fully_shard``."""
     gather_bytes: int = 1 << 30
     """Neighbouring blocks of a list are gathered together up to this size; 0 gathers each alone. The host does as much
     for each exchange as for the work of a small block, and the device would wait for it."""

@@ -1,8 +1,8 @@
 """The memory that one of several ranks of FSDP2 holds, derived from the trace of a module that is alone on its device.
 
 Parameters, gradients and optimizer states are cut; what is gathered comes on top: the root's own parameters from the
-first forward to the last backward, and a group of blocks twice, as the buffer of the exchange and as parameters. Without
-``reshard_after_forward`` all blocks are there from their forward on, beside one such buffer.
+first forward to the last backward, and a group of blocks twice, as the buffer of the exchange and as parameters. Where
+``reshard_after_forward`` is False, all blocks are there from their forward on, beside one such buffer.
 
 Whole gradients are held from the first micro-batch of a step to its last. There each group's are exchanged once its
 backward is done and its activations are gone, and freed then: what takes most is either the activations or the largest
