@@ -2,7 +2,7 @@
 
 Trainer and sampler have a device and a process each, or share both. First the model imitates a teacher that forgets
 carries, as in ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous.
-A task that is nearly solved gives few groups that teach, and a step takes long: the program ends early, at ``--stop-at``.
+A task that is nearly solved gives few groups that teach, and a step takes long: the program ends at ``--stop-at``.
 ``--timeline`` writes who did what when, ``--record`` what came of it, both as JSON; ``rlcore trace
 examples/async_grpo.py 2`` shows the timeline as a page.
 """
@@ -148,9 +148,7 @@ def main(
         train.build(devices=train_on, launcher="process")
         infer.build(devices=sample_on, launcher="process", dtype="float32", **SMALL.get(executor, {}))
         imitate(train, seed)
-        found = reinforce(
-            train, infer, max_staleness, num_steps=steps, seed=seed, stop_at=stop_at, timeline=timeline
-        )
+        found = reinforce(train, infer, max_staleness, num_steps=steps, seed=seed, stop_at=stop_at, timeline=timeline)
     if record:
         record.write_text(json.dumps(found))
 

@@ -213,7 +213,7 @@ def paired(runs: Sequence[Run], steps: int) -> list[str]:
             ", ".join(f"{one:.2f}" for one in faster),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    head = "| `max_staleness` | accuracy less that of bound 0, by seed | mean | standard error | times as fast, by seed |"
+    head = "| `max_staleness` | accuracy less that of bound 0 | mean | standard error | times as fast as bound 0 |"
     return [head, "| --- | --- | --- | --- | --- |", *lines] if lines else []
 
 

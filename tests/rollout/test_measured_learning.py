@@ -26,7 +26,7 @@ def test_the_page_has_the_tables_of_the_records() -> None:
 
 
 def test_bounds_are_compared_with_the_synchronous_run_of_the_same_seed() -> None:
-    ends = [(0, 1, 0.9, 40.0), (0, 2, 0.5, 60.0), (2, 2, 0.4, 30.0), (2, 1, 0.9, 20.0), (2, 3, 0.1, 1.0), (4, 1, 0.9, 1.0)]
+    ends = [(0, 1, 0.9, 40), (0, 2, 0.5, 60), (2, 2, 0.4, 30), (2, 1, 0.9, 20), (2, 3, 0.1, 1), (4, 1, 0.9, 1)]
     runs = [{"max_staleness": b, "seed": seed, "accuracy": a, "seconds": s, "steps": 40} for b, seed, a, s in ends]
     assert paired(runs, 40)[2:] == ["| 2 | +0.000, -0.100 | -0.050 | 0.050 | 2.00, 2.00 |"]
     assert paired(runs, 20) == []
