@@ -1,7 +1,7 @@
 """The self-test of a plan: it must write what the engine's own load writes, of values that are made for the test.
 
-    values drawn by each tensor's number -> the engine's own load, with what it does after loading -> sums of its tensors
-    tensors poisoned                     -> the same values through the plan                   -> sums, which must agree
+    values drawn by tensors' numbers -> the engine's own load, with what it does after loading -> sums of its tensors
+    tensors poisoned                 -> the same values through the plan                       -> sums, which must agree
 
 A kernel that wants its weights in another order than the loader gave them, or anything that a loader trace cannot see,
 shows as another sum: that tensor is left to the engine's loader. The engine must be out of service, for all that the
@@ -10,6 +10,7 @@ plan writes is overwritten; a whole round makes it right again.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -88,16 +89,17 @@ def _all_planned(plan: SyncPlan, tensors: Mapping[str, Tensor], quantized: Quant
 def made_weights(manifest: WeightManifest, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights of a manifest; a value depends on its parameter and its index there alone."""
     parameters = manifest.parameters
-    last, whole = -1, torch.empty(0)
+
+    @functools.lru_cache(2)  # the two stacks of a layer's experts come by turns
+    def whole(number: int) -> Tensor:
+        return made(number, parameters[number].numel, parameters[number].dtype, device)
+
     for number, weight in enumerate(manifest.weights):
         if weight.parameter is None:
             numel = torch.Size(weight.shape).numel()
             yield weight.name, made(len(parameters) + number, numel, weight.dtype, device).view(weight.shape)
-            continue
-        if weight.parameter != last:
-            last = weight.parameter
-            whole = made(last, parameters[last].numel, parameters[last].dtype, device)
-        yield weight.name, whole.as_strided(weight.shape, weight.stride, weight.offset)
+        else:
+            yield weight.name, whole(weight.parameter).as_strided(weight.shape, weight.stride, weight.offset)
 
 
 def made(number: int, numel: int, dtype: str, device: torch.device) -> Tensor:
@@ -212,15 +214,15 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 def _checksum(tensor: Tensor, factors: Tensor) -> Tensor:
     words = _words(tensor)
-    chunks = words.split(_CHUNK)
     parts = [
-        (part * factors[: part.numel()]).sum() * ((chunk + 1) * _ODD[0] % 2**63 | 1) for chunk, part in enumerate(chunks)
+        (part * factors[: part.numel()]).sum() * ((number * _ODD[0]) % 2**63 | 1)
+        for number, part in enumerate(words.split(_CHUNK), 1)
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return whole numbers with the bits of a tensor, in the order of its indices: as wide ones as fill it, up to 4 bytes."""
+    """Return whole numbers with the bits of a tensor, in the order of its indices: small elements in words of 4."""
     flat = tensor.detach().contiguous().view(-1)
     width = _word_bytes(tensor)
     if flat.storage_offset() * flat.element_size() % width:  # words begin at multiples of their width

@@ -19,6 +19,7 @@ from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
 from rlcore.weights.shards import Bounds
+from tests.counts import Counts, assert_at_most
 
 GRIDS = [
     Share(),
@@ -272,6 +273,25 @@ def test_what_the_proof_finds_is_left_to_the_loader(kind: type[Engine], name: st
     plan = make_plan(trace, excluded=wrong)
     assert name in {one.destination.name for one in plan.fallback}
     assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
+
+
+def test_a_self_test_costs_a_few_launches_a_tensor_and_a_few_passes_over_its_bytes() -> None:
+    """Values are drawn in one launch a parameter, for the load and for the plan; sums take three launches a tensor.
+
+    What the loader and the plan's copies launch is left out, and so are the bytes that these read and write.
+    """
+    sizes = Sizes(E=32)
+    manifest = describe(views(sizes, torch.bfloat16, is_packed=True), 1).manifest
+    plan = make_plan(traced(sizes, Share(), manifest))
+    engine = Engine(sizes, Share())
+    counts = Counts()
+    with counts:
+        assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
+    del counts.launches["copy_"]
+    parameters, tensors = len(manifest.parameters), len(plan.destinations)
+    assert counts.launches["uniform_"] == 2 * parameters, "experts that come by turns are drawn with their stacks"
+    nbytes = sum(destination.nbytes for destination in plan.destinations)
+    assert_at_most(counts, launches=2 * parameters + 9 * tensors + 10, waits=0, bytes=35 * nbytes)
 
 
 def test_a_wrong_plan_does_not_pass() -> None:
