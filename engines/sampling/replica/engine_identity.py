@@ -17,7 +17,7 @@ from rlcore.device import Device
 from rlcore.engines.weight_sync.planning.module_identity import module_identity
 
 _PACKAGES = ("torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
-_OF_A_PROCESS = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT", "_IDENT", "_BUFFER_NAME")
+_OF_A_PROCESS = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT", "_IDENT", "_BUFFER_NAME", "_RUN_ID")
 
 
 def engine_identity(

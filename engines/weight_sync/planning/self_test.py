@@ -214,11 +214,14 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 def _checksum(tensor: Tensor, factors: Tensor) -> Tensor:
     words = _words(tensor)
-    parts = [
-        (part * factors[: part.numel()]).sum() * ((number * _ODD[0]) % 2**63 | 1)
-        for number, part in enumerate(words.split(_CHUNK), 1)
+    chunks = [words[first : first + _CHUNK] for first in range(0, words.numel(), _CHUNK)]
+    sums = [
+        (chunk * factors[: chunk.numel()]).sum() * ((number * _ODD[0]) % 2**63 | 1)
+        for number, chunk in enumerate(chunks, 1)
     ]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack(sums).sum() if sums else factors.new_zeros(())
 
 
 def _words(tensor: Tensor) -> Tensor:

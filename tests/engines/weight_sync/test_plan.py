@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,8 @@ import torch
 from fused_model import FusedModel, Share, Sizes, meta, names
 from torch import Tensor
 
+from rlcore.engines.weight_sync.planning import loader_trace
+from rlcore.engines.weight_sync.planning import plan as plans
 from rlcore.engines.weight_sync.planning.loader_trace import LoaderTrace, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, describe
 from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfits
@@ -273,6 +277,20 @@ def test_what_the_proof_finds_is_left_to_the_loader(kind: type[Engine], name: st
     plan = make_plan(trace, excluded=wrong)
     assert name in {one.destination.name for one in plan.fallback}
     assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
+
+
+def test_no_garbage_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time the collector would look at all objects of an engine, of which there are millions."""
+    seen: dict[str, bool] = {}
+
+    def noting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen.update({name: gc.isenabled()}), work(*args))[1]
+
+    monkeypatch.setattr(plans, "coalesce", noting("plan", plans.coalesce))
+    monkeypatch.setattr(loader_trace, "visible", noting("reading", loader_trace.visible))
+    model, manifest = meta(Sizes(), Share()), describe(views(Sizes(), torch.float32), 1).manifest
+    make_plan(trace_loader(model, noting("loader", model.load_weights), manifest))
+    assert seen == {"loader": False, "reading": False, "plan": False} and gc.isenabled()
 
 
 def test_a_self_test_costs_a_few_launches_a_tensor_and_a_few_passes_over_its_bytes() -> None:

@@ -86,6 +86,8 @@ def test_an_engine_is_known_again_by_its_arguments_and_its_model(
     before = shard._target.identity()
     scheduler.tp_worker.model_runner.model.weight.data.fill_(3)
     assert before is not None and shard._target.identity() == before
+    monkeypatch.setenv("SGLANG_RUN_ID", "sglang-run-1")  # SGLang draws one for each process
+    assert shard._target.identity() == before
     with monkeypatch.context() as patch:
         patch.setenv("SGLANG_USE_OTHER_KERNELS", "1")
         assert shard._target.identity() != before
