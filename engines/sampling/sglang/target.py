@@ -29,7 +29,7 @@ class SglangTarget(Target):
         self.device = device
         self._runner = runner
         self.arguments: list[str] | None = None
-        """What SGLang was made with, in words; None where nobody has said it."""
+        """The arguments that SGLang was made with, in words; None where nobody has said them."""
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
         model: Any = versions.meta_model(self._runner)
