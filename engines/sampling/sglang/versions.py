@@ -359,9 +359,10 @@ def load(runner: SglangModelRunner, weights: Iterable[tuple[str, Tensor]], devic
     DefaultModelLoader.load_weights_and_postprocess(runner.model, weights, device)
 
 
-def lacks_flash_attention() -> bool:
-    """Say whether SGLang would ask its kernels for FlashAttention 3, as on Hopper, and they were built without it."""
-    return torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops") is None
+def lacks_flash_attention(device: Device) -> bool:
+    """Return True where SGLang would take FlashAttention 3, as it does on Hopper, and its kernels are without it."""
+    is_hopper = device.properties().capability.startswith("9.")
+    return is_hopper and importlib.util.find_spec("sgl_kernel.flash_ops") is None
 
 
 def memory_saver() -> Any:
