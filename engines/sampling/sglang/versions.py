@@ -42,6 +42,11 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # a replica is on one host: nothing has to be reached from another
     "NCCL_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
+    # NCCL's own default, by its number, so that a scheduler has what the trainer's process has: where it is not set
+    # SGLang sets 0. In a weight sync by "collective" they are one communicator, and with other kinds of memory at its
+    # ends one asks for a handle that the other cannot give, and waits in NCCL for ever (proxyGetFd in its proxy.cc). On
+    # NCCL_NVLS_ENABLE, which SGLang sets too, NCCL's ranks agree by themselves.
+    "NCCL_CUMEM_ENABLE": "-2",
 }
 
 
