@@ -155,3 +155,19 @@ def test_float32_on_a_gpu_is_refused_before_sglang_is_imported(dtype: str, monke
     with pytest.raises(UnsupportedError):
         SglangExecutor.build(executor, "model", dtype=dtype)
     assert arguments.engine_arguments({"dtype": "bfloat16"}, FOLDER, gpu)["dtype"] == "bfloat16"
+
+
+def test_arguments_in_words_are_those_that_choose_how_weights_lie(tmp_path: Path) -> None:
+    places = tmp_path / "places.json"
+    places.write_text("[0, 1]")
+    given = {
+        "model_path": "/one",
+        "random_seed": 1,
+        "moe_runner_backend": "triton",
+        "init_expert_location": str(places),
+    }
+    before = arguments.in_words(given)
+    assert arguments.in_words(given | {"model_path": "/another", "random_seed": 2}) == before
+    assert arguments.in_words(given | {"moe_runner_backend": "flashinfer"}) != before
+    places.write_text("[1, 0]")
+    assert arguments.in_words(given) != before
