@@ -27,7 +27,7 @@ quickstart: .venv/quickstart.installed  ## Train a small language model by reinf
 test: .venv/dev.installed  ## What to run after each change; minutes, installation included
 	@$(PYTEST) -m "$(OFTEN)" --every-module $(PYTEST_FLAGS)
 
-test-all: test test-slow  ## Everything that needs no GPU
+test-all: test test-slow  ## And what takes long and needs no GPU
 
 test-slow: .venv/dev.installed .venv/docs.installed .venv/trl.installed .venv/ray.installed .venv/pyright.installed .venv/deepspeed/installed  ## What `make test` leaves out
 	@$(PYTEST) -m "$(NO_GPU) and (npu_sim or slow)" $(PYTEST_FLAGS)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlcore._torch_private import ProcessGroup, Store
+from rlcore.collectives.connecting import Connecting
 from rlcore.collectives.operations import Operations
 from rlcore.collectives.peers import PeerMonitor
 from rlcore.collectives.process_group import TorchGroups
@@ -124,6 +125,8 @@ class Group(Operations):
         try:
             self._peers.check_alive()
             self._groups = self._connected(rendezvous)
+            if self._groups.connect is not None:
+                self._peers.wait(Connecting(self._groups.connect), "forming", self._timeout_s)
             listener = self._groups.gloo_listener()
             if listener:
                 listener.wait_until_connected(self._timeout_s)

@@ -12,6 +12,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import Work
 
+from rlcore.collectives.connecting import Connecting
 from rlcore.collectives.rendezvous import RankInfo, Rendezvous
 from rlcore.collectives.waiting_thread import WaitingThread
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
@@ -100,8 +101,8 @@ class PeerMonitor:
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
             self._rendezvous.write("failed", msgspec.json.encode(note).decode())
 
-    def wait(self, work: Work, what: str, timeout_s: float) -> None:
-        """Wait for one step of an operation of all ranks on host tensors.
+    def wait(self, work: Work | Connecting, what: str, timeout_s: float) -> None:
+        """Wait for one step of an operation of all ranks on host tensors, or until their devices are connected.
 
         Raises:
             CollectiveTimeoutError: naming the ranks that did not arrive within ``timeout_s`` seconds.
@@ -193,7 +194,7 @@ class PeerMonitor:
             return self._rendezvous.read(key)
         return {}
 
-    def _is_done(self, work: Work, poll_s: float, what: str, began: float, timeout_s: float) -> bool:
+    def _is_done(self, work: Work | Connecting, poll_s: float, what: str, began: float, timeout_s: float) -> bool:
         seconds = min(poll_s, max(0.001, began + timeout_s - time.monotonic()))
         try:
             work.wait(timedelta(seconds=seconds))
@@ -202,7 +203,8 @@ class PeerMonitor:
                 return False  # only this poll timed out
             if time.monotonic() - began >= 0.9 * timeout_s:  # the library's own deadline
                 raise self._timed_out(what, timeout_s) from error
-            raise self.explain(error, what) from error
+            own = (self._rendezvous.rank,) if isinstance(work, Connecting) else ()  # others may never hear of it
+            raise self.explain(error, what, own) from error
         return True
 
     def _timed_out(self, what: str, timeout_s: float) -> CollectiveError:

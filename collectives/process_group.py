@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ class TorchGroups:
     """The torch group for device tensors and the one for host tensors: the same object if the library allows it."""
 
     def __init__(self, host: Device, device: Device, store: Store, options: dict[str, Any]) -> None:
-        """Connect; all ranks call it together.
+        """Connect the hosts; all ranks call it together.
 
         Args:
             host, device: devices; the same object where the device is the host.
@@ -35,6 +37,8 @@ class TorchGroups:
         """
         self._rank, self._world_size = options["rank"], options["world_size"]
         self._named: dict[str, ProcessGroup] = {}
+        self.connect: Callable[[], object] | None = None
+        """Connects the devices, without a deadline; None where the first operation does."""
         self._listens = options["is_one_host"] and host.collectives.backend == "gloo"
         self._store = store if host is device else PrefixStore("host", store)
         name = f"{options['name']} {next(_numbers)}"
@@ -53,7 +57,7 @@ class TorchGroups:
         _add(group, device, backend)
         self.for_device = self.for_host = self._registered(group, name)
         if backend.supports_splitting:
-            backend.eager_connect_single_device(device.torch_device)
+            self.connect = partial(backend.eager_connect_single_device, device.torch_device)
 
     def gloo_listener(self) -> GlooListener | None:
         """Return the listener for host tensors; None where ranks of other hosts connect to it, or it is not gloo's."""
@@ -71,6 +75,7 @@ class TorchGroups:
             group.shutdown()
         self._named.clear()
         del self.for_device, self.for_host
+        self.connect = None  # it has the store, too
         del self._store  # one that outlives its file, which the last rank removes, ends the process
 
     def break_connections(self) -> None:

@@ -2,6 +2,7 @@
 
 Trainer and sampler have a device and a process each, or share both. First the model imitates a teacher that forgets
 carries, as in ``rlcore quickstart``; then it learns from a verifier, which is the part that is asynchronous.
+A task that is nearly solved gives few groups that teach, and a step takes long: the program ends at ``--stop-at``.
 ``--timeline`` writes who did what when, ``--record`` what came of it, both as JSON; ``rlcore trace
 examples/async_grpo.py 2`` shows the timeline as a page.
 """
@@ -23,6 +24,7 @@ from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.pretrained import tokenizer_of
 from rlcore.quickstart.run import SMALL
 from rlcore.rollout import RolloutController, SingleTurn, Trajectory
+from rlcore.rollout.stats import RolloutStats
 
 GROUPS, SAMPLES, MINIBATCHES, TEMPERATURE, RATE, IMITATION_STEPS = 32, 8, 4, 1.25, 3e-4, 300
 
@@ -39,6 +41,12 @@ def items(problems: list[task.Problem]) -> list[Any]:
 def has_both(trajectories: list[Trajectory]) -> bool:
     """Keep the groups with right and wrong answers: the others have no advantage (dynamic sampling)."""
     return len({one.reward for one in trajectories}) > 1
+
+
+def share_rejected(earlier: RolloutStats, now: RolloutStats) -> float:
+    """Of the groups that ended in between."""
+    rejected, kept = now.rejected - earlier.rejected, now.ended - earlier.ended
+    return rejected / max(rejected + kept, 1)
 
 
 def trainer(seed: int) -> rlcore.TrainEngine:
@@ -75,9 +83,14 @@ def reinforce(
     num_steps: int,
     seed: int,
     seconds: float = math.inf,
+    stop_at: float = 1.0,
     timeline: Path | None = None,
 ) -> dict[str, Any]:
-    """Take so many steps, or steps for so many seconds; return what came of it."""
+    """Take so many steps, or steps for so many seconds; return what came of it.
+
+    Args:
+        stop_at: the last step is the first for which this share of the groups, or more, was rejected.
+    """
     max_tokens = task.max_answer_tokens(tokenizer_of(infer.path))
     sample = SingleTurn(verify, {"n": SAMPLES, "max_tokens": max_tokens, "temperature": TEMPERATURE})
     answer = SingleTurn(verify, {"temperature": 0, "max_tokens": max_tokens})
@@ -90,14 +103,18 @@ def reinforce(
         before = accuracy(rollout, held_out, answer)
         print(f"accuracy {before:.3f} after imitation", flush=True)
         rollout.timeline.clear()
-        step = 0
-        while step < num_steps and rollout.timeline.total_s < seconds:
+        step, rejected = 0, 0.0
+        while step < num_steps and rejected < stop_at and rollout.timeline.total_s < seconds:
+            earlier = rollout.stats
             batch = rollout.prepare_batch(dataloader)
             learn(train, batch, generator)
             rollout.update_weights(train)
             step += 1
+            rejected = share_rejected(earlier, rollout.stats)
             if step % 10 == 0:
-                print(f"step {step:3}  reward {batch['rewards'].mean():.3f}", flush=True)
+                print(f"step {step:3}  reward {batch['rewards'].mean():.3f}  rejected {rejected:.0%}", flush=True)
+        if rejected >= stop_at:
+            print(f"step {step} is the last: {rejected:.0%} of its groups had equal rewards, which teach nothing")
         took_s, stats = rollout.timeline.total_s, rollout.stats
         if timeline:
             rollout.timeline.save(timeline)
@@ -122,6 +139,7 @@ def main(
     train_on: str = "cpu:0",
     sample_on: str = "cpu:1",
     executor: str = "hf",
+    stop_at: float = 0.9,
     timeline: Path | None = None,
     record: Path | None = None,
 ) -> None:
@@ -130,7 +148,7 @@ def main(
         train.build(devices=train_on, launcher="process")
         infer.build(devices=sample_on, launcher="process", dtype="float32", **SMALL.get(executor, {}))
         imitate(train, seed)
-        found = reinforce(train, infer, max_staleness, num_steps=steps, seed=seed, timeline=timeline)
+        found = reinforce(train, infer, max_staleness, num_steps=steps, seed=seed, stop_at=stop_at, timeline=timeline)
     if record:
         record.write_text(json.dumps(found))
 
@@ -141,6 +159,7 @@ if __name__ == "__main__":
         parser.add_argument(name, type=int, nargs="?", default=number)
     for name, word in ("--train-on", "cpu:0"), ("--sample-on", "cpu:1"), ("--executor", "hf"):
         parser.add_argument(name, default=word)
+    parser.add_argument("--stop-at", type=float, default=0.9, help="share of rejected groups at which it ends")
     for name in ("--timeline", "--record"):
         parser.add_argument(name, type=Path)
     main(**vars(parser.parse_args()))

@@ -1,6 +1,6 @@
 """Causal attention of torch at the lengths of reinforcement learning, and layers over packed sequences.
 
-Letters: L length, N query heads, D size of a head, T tokens, H hidden size.
+Letters: L length, N query heads, G query heads of one head of keys, D size of a head, T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlcore.bench.case import Case, Contender, Work, expect
-from rlcore.bench.cases.models import ModelShape, transformers_class
+from rlcore.bench.cases.models import QWEN_0_5B, ModelShape, transformers_class
 from rlcore.device import Device
 from rlcore.tensor_data import dtype_name
 
@@ -23,7 +25,7 @@ _HEADS, _HEAD_SIZE = 32, 128
 _LENGTHS = (4096, 16_384, 65_536)
 _HOST_HEADS, _HOST_HEAD_SIZE, _HOST_LENGTHS = 4, 64, (256, 1024)
 _CHECKED = 8
-"""The last queries, which see all keys, of the first head."""
+"""The last queries, which see all keys, of the heads that share the first head of keys; and as many keys."""
 
 
 def _prepare(backward: bool, device: Device) -> Work:
@@ -51,26 +53,94 @@ def _contender(device: Device, L: int, heads: tuple[int, int], dtype: torch.dtyp
     def check(found: tuple[Tensor, ...]) -> None:
         _check(found, q, k, v, grad_output)
 
+    limits = _limits(N, L, D, dtype, backward=backward)
+    return Contender("torch.sdpa", run, check, params={"L": L}, limits=limits)
+
+
+def _limits(N: int, L: int, D: int, dtype: torch.dtype, *, backward: bool) -> dict[str, int]:
     # Two products of L x L x D a head, of which causality needs half; the backward is five of them, two recomputed.
-    flops = round((3.5 if backward else 1.0) * 2 * N * L * L * D)
-    name = dtype_name(dtype)
-    return Contender("torch.sdpa", run, check, params={"L": L}, limits={f"product/{name}": flops})
+    return {f"product/{dtype_name(dtype)}": round((3.5 if backward else 1.0) * 2 * N * L * L * D)}
 
 
 def _check(found: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> None:
-    """Compare the outputs of the last queries, and the gradient of those queries, with float64."""
-    queries, keys, values = q[0, 0, -_CHECKED:].double().detach().requires_grad_(), k[0, 0].double(), v[0, 0].double()
-    scores = queries @ keys.detach().T * queries.shape[-1] ** -0.5
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - _CHECKED + 1)
-    want = scores.masked_fill(hidden, -torch.inf).softmax(1) @ values.detach()
-    pairs = [("output", found[0][0, 0, -_CHECKED:], want)]
+    """Compare the outputs of the last queries, their gradients, and those of the last keys, with float64."""
+    G = q.shape[1] // k.shape[1]
+
+    def last(x: Tensor, heads: int) -> Tensor:
+        return x[0, :heads, -_CHECKED:].double()
+
+    queries, keys, values = (x.detach().double().requires_grad_() for x in (q[0, :G, -_CHECKED:], k[0, :1], v[0, :1]))
+    scores = queries @ keys.mT * queries.shape[-1] ** -0.5
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[-1] - _CHECKED + 1)
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    pairs = [("output", last(found[0], G), want)]
     if len(found) > 1:
-        (gradient,) = torch.autograd.grad(want, queries, grad_output[0, 0, -_CHECKED:].double())
-        pairs.append(("gradient of the queries", found[1][0, 0, -_CHECKED:], gradient))
+        of_queries, of_keys, of_values = torch.autograd.grad(want, (queries, keys, values), last(grad_output, G))
+        pairs += [
+            ("gradient of the queries", last(found[1], G), of_queries),
+            ("gradient of the keys", last(found[2], 1), of_keys[:, -_CHECKED:]),
+            ("gradient of the values", last(found[3], 1), of_values[:, -_CHECKED:]),
+        ]
     for name, got, true in pairs:
-        error = float(((got.double() - true).norm() / true.norm()).detach())
+        error = float(((got - true).norm() / true.norm()).detach())
         tolerance = 8 * max(torch.finfo(q.dtype).eps, 2**-11)
         expect(error <= tolerance, f"the {name} differs from float64 by {error:.1e}, more than {tolerance:.1e}")
+
+
+# --------------------------------------------------------------------- one long sequence, as the only one of a pack
+
+_LONG, _HOST_LONG = 65_536, 256
+_KERNELS = {"SDPA, flash": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def _prepare_long(backward: bool, device: Device) -> Work:
+    transformers_class("Qwen2Config")
+    from rlcore.packed.attention_call import AttentionCall  # transformers is an extra
+    from rlcore.packed.choice import choose, implementations
+    from rlcore.packed.implementations import PackedSequences
+
+    device.seed(0)
+    is_host = device.spec.is_host
+    dtype = torch.float32 if is_host else torch.bfloat16
+    N, kv_heads, D, L = (4, 2, 64, _HOST_LONG) if is_host else (QWEN_0_5B.heads, QWEN_0_5B.kv_heads, 64, _LONG)
+
+    def drawn(heads: int) -> Tensor:
+        rows = torch.randn(1, L, heads, D, device=device.torch_device, dtype=dtype)
+        return rows.transpose(1, 2).requires_grad_(backward)  # as projections give them
+
+    q, k, v, grad_output = drawn(N), drawn(kv_heads), drawn(kv_heads), drawn(N).detach()
+    call = AttentionCall(query_heads=N, kv_heads=kv_heads, head_dim=D, value_dim=D)
+    cu_seqlens = torch.tensor([0, L], dtype=torch.int32, device=device.torch_device)
+    layer = SimpleNamespace(training=True, is_causal=True, num_key_value_groups=N // kv_heads)
+
+    def by_packed(name: str) -> Tensor:
+        packed = PackedSequences(cu_seqlens, (L,), {}, lambda *_: name)
+        attend = implementations(device.type)[name].attend
+        return attend(layer, q, k, v, packed, own="sdpa", scaling=D**-0.5).transpose(1, 2)
+
+    def by_torch(kernel: SDPBackend) -> Tensor:
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def contender(name: str, attend: Callable[[], Tensor]) -> Contender:
+        def run() -> tuple[Tensor, ...]:
+            out = attend()
+            return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad_output)) if backward else (out,)
+
+        return Contender(name, run, lambda found: _check(found, q, k, v, grad_output))
+
+    chosen = choose(frozenset([call]), device.torch_device, dtype).implementation
+    ways: dict[str, Callable[[], Tensor]] = {
+        name: functools.partial(by_packed, name) for name in dict.fromkeys([chosen, "per_sequence"])
+    }
+    if not is_host:
+        ways |= {name: functools.partial(by_torch, kernel) for name, kernel in _KERNELS.items()}
+    return Work(
+        tuple(contender(name, attend) for name, attend in ways.items()),
+        {"L": L, "heads": N, "kv_heads": kv_heads, "head_size": D, "dtype": dtype_name(dtype)},
+        limits=_limits(N, L, D, dtype, backward=backward),
+        runs_on="stream",
+    )
 
 
 # ------------------------------------------------------------------------------- layers over packed sequences
@@ -158,6 +228,18 @@ cases = (
         "attention/backward",
         "causal attention by torch, forward and backward",
         functools.partial(_prepare, True),
+        estimate_s=6.0,
+    ),
+    Case(
+        "packed_attention/one_long_forward",
+        "one sequence of 64k tokens with the heads of a 0.5B: packed attention beside torch's by kernel, forward",
+        functools.partial(_prepare_long, False),
+        estimate_s=4.0,
+    ),
+    Case(
+        "packed_attention/one_long",
+        "one sequence of 64k tokens with the heads of a 0.5B: packed attention beside torch's by kernel, both ways",
+        functools.partial(_prepare_long, True),
         estimate_s=6.0,
     ),
     Case(

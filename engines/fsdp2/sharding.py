@@ -69,6 +69,9 @@ class Sharding:
     reduce_each_micro_batch: bool = False
     """Exchange gradients after every micro-batch: more traffic, but each rank keeps only its part of them. Else whole
     gradients are held from the first micro-batch of a step to its last."""
+    reshard_after_forward: bool = True
+    """Free the gathered blocks after their forward, and gather them again for their backward. False keeps them between
+    the two, in the compute dtype: each micro-batch gathers once. It is named as in torch's ``fully_shard``."""
     gather_bytes: int = 1 << 30
     """Neighbouring blocks of a list are gathered together up to this size; 0 gathers each alone. The host does as much
     for each exchange as for the work of a small block, and the device would wait for it."""
@@ -88,7 +91,7 @@ class Sharding:
         recompute = self.activation_checkpointing
         if not isinstance(recompute, bool) and recompute != "selective":
             raise InvalidInputError(f"activation_checkpointing must be False, True or 'selective', got {recompute!r}")
-        for name in ("compile", "reduce_each_micro_batch", "device_norms", "deterministic"):
+        for name in ("compile", "reduce_each_micro_batch", "reshard_after_forward", "device_norms", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInputError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in (
@@ -147,12 +150,13 @@ def shard(
         group = sequence_group(device.type, size, sequences=sequences, tensor=tensor)
         module.share_sequences(group)
     policy = MixedPrecisionPolicy(param_dtype=options.torch_compute_dtype, reduce_dtype=torch.float32)
+    wrap = functools.partial(fully_shard, mp_policy=policy, reshard_after_forward=_reshard_after_forward(options))
     if meshes.split is not None:
-        _shard_experts(module.split(meshes.split), meshes, policy)
+        _shard_experts(module.split(meshes.split), meshes, wrap)
     gathered = gather_groups(module, blocks, options.torch_compute_dtype, options.gather_bytes)
     gathered.append([module])
     for together in gathered:
-        fully_shard(together, mesh=meshes.fsdp, mp_policy=policy)
+        wrap(together, mesh=meshes.fsdp)
         complete_hooks(together, options.torch_compute_dtype)
     # FSDP gathers the root's own parameters, head and embedding, for this method, and keeps them until the backward
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
@@ -160,11 +164,16 @@ def shard(
     return group
 
 
-def _shard_experts(modules: Iterable[nn.Module], meshes: RankMeshes, policy: MixedPrecisionPolicy) -> None:
+def _reshard_after_forward(options: Sharding) -> bool | None:
+    """Return what ``fully_shard`` takes: its None frees the blocks, and keeps the root's own until the backward."""
+    return None if options.reshard_after_forward else False
+
+
+def _shard_experts(modules: Iterable[nn.Module], meshes: RankMeshes, wrap: Callable[..., Any]) -> None:
     """Shard modules whose experts are on several ranks. A rank's experts have tokens of all ranks of its group."""
     for module in modules:
         replace_method(module, "forward", _without_views)
-        fully_shard(module, mesh=meshes.experts_fsdp, mp_policy=policy)
+        wrap(module, mesh=meshes.experts_fsdp)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(float(meshes.num_batches))
         if meshes.experts_fsdp.size() > 1:

@@ -1,7 +1,8 @@
 """The memory that one of several ranks of FSDP2 holds, derived from the trace of a module that is alone on its device.
 
 Parameters, gradients and optimizer states are cut; what is gathered comes on top: the root's own parameters from the
-first forward to the last backward, and a group of blocks twice, as the buffer of the exchange and as parameters.
+first forward to the last backward, and a group of blocks twice, as the buffer of the exchange and as parameters. Where
+``reshard_after_forward`` is False, all blocks are there from their forward on, beside one such buffer.
 
 Whole gradients are held from the first micro-batch of a step to its last. There each group's are exchanged once its
 backward is done and its activations are gone, and freed then: what takes most is either the activations or the largest
@@ -48,10 +49,11 @@ def gathered(module: TrainModule, sharding: Sharding, shards: int) -> GatheredBy
     in_blocks = set().union(*sets)
     root = {parameter for parameter in module.parameters() if parameter not in in_blocks}
     largest = max(map(_num_values, sets), default=0)
+    kept = largest if sharding.reshard_after_forward else _num_values(in_blocks)
     of_group = max((_num_values(_trained(one)) for one in sets), default=0)
     cast = 0 if dtype == sharding.torch_dtype else largest * dtype.itemsize // shards
     return GatheredBytes(
-        weights=(_num_values(root) + 2 * largest) * dtype.itemsize + cast,
+        weights=(_num_values(root) + kept + largest) * dtype.itemsize + cast,
         exchange=of_group * (dtype.itemsize + _REDUCED_BYTES) + of_group * _REDUCED_BYTES // shards,
         overlapping=of_group * (dtype.itemsize + 2 * _REDUCED_BYTES),
         whole_gradients=_num_values(_trained(set(module.parameters()))) * _REDUCED_BYTES,

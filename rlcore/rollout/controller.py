@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 _MANY_REJECTIONS = 64
+"""In a row; the first warning. Each later one needs twice as many."""
 TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 
@@ -130,6 +131,7 @@ class RolloutController:
         self._pacing = Pacing(self._bound) if pacing else None
         self._workflow, self._accept = workflow, accept
         self._max_failures_in_row = max_failures_in_row
+        self._warn_at_rejections = _MANY_REJECTIONS
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
         self._is_paused = self._is_closed = False
@@ -530,11 +532,18 @@ class RolloutController:
         self._start_queued()
 
     def _warn_of_rejections(self, in_row: int) -> None:
-        """Say it after 64, 128, 256, ...: who rejects all waits for ever."""
-        if in_row >= _MANY_REJECTIONS and in_row.bit_count() == 1:
-            _log.warning(
-                "%d episodes in a row were rejected, by the workflow or by accept; others take their place", in_row
-            )
+        """Say it after 64, 128, 256, ..., each once: who rejects all waits for ever, who rejects most waits long."""
+        if in_row < self._warn_at_rejections:
+            return
+        self._warn_at_rejections *= 2
+        rejected, ended = (self._episodes.counts[name] for name in ("rejected", "ended"))
+        _log.warning(
+            "%d episodes in a row were rejected, by the workflow or by accept (%.0f %% of all so far); others take "
+            "their place, and the trainer waits. If accept wants groups of different rewards, the task is nearly "
+            "solved or far too hard: stop, or give other items",
+            in_row,
+            100 * rejected / (rejected + ended),
+        )
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:

@@ -181,6 +181,25 @@ def test_attention_passes_and_a_wrong_one_is_refused(name: str) -> None:
         refuses(name, 0, lambda output: (output[0], output[1].roll(1, 2), *output[2:]))
 
 
+@pytest.mark.parametrize("name", ["packed_attention/one_long_forward", "packed_attention/one_long"])
+def test_one_long_sequence_passes_and_a_wrong_one_is_refused(name: str) -> None:
+    results = passed(name)
+    assert "per_sequence" in [result.implementation for result in results]
+    backward = name == "packed_attention/one_long"
+    assert results[0].limits == {"product/float32": (2 * 4 * 256 * 256 * 64 * 7) // (2 if backward else 7)}
+    refuses(name, 0, lambda output: (output[0].roll(1, 1), *output[1:]))  # heads of the others
+    if backward:
+        for wrong in (1, 2, 3):
+            refuses(name, 0, lambda found, at=wrong: tuple(x * (1.1 if i == at else 1.0) for i, x in enumerate(found)))
+
+
+@pytest.mark.gpu
+def test_each_kernel_takes_one_long_sequence_on_a_gpu() -> None:
+    results = run_once("packed_attention/one_long", "cuda")
+    assert {result.status for result in results} == {"pass"}, results
+    assert {"per_sequence", "SDPA, flash", "SDPA, cuDNN"} < {result.implementation for result in results}
+
+
 # ---------------------------------------------------------------------------------------------- collectives
 
 

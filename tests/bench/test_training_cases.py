@@ -84,6 +84,23 @@ def _other_loss(loss_fn: Any) -> Any:
 
 
 @pytest.mark.slow
+def test_several_devices_are_also_shown_with_blocks_kept_and_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = training._setup
+
+    def of_two(*args: Any) -> Any:
+        return setup(*args)._replace(device_names=["cpu:0", "cpu:1"])
+
+    monkeypatch.setattr(training, "_setup", of_two)
+    *others, kept, alone = load_cases()["train/dense_1.5b"].prepare(get_device("cpu")).contenders
+    assert [(one.implementation, one.params["devices"]) for one in (kept, alone)] == [
+        ("engine, blocks kept", 2),
+        ("engine on one device", 1),
+    ]
+    for one in (others[1], kept):  # the losses of the engine with and without are compared
+        one.check(one.run())
+
+
+@pytest.mark.slow
 def test_the_loop_of_context_parallelism_trains_on_what_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank has the whole sequence; torch's ring attention, which cuts it, has no kernel of a host."""
     from rlcore.bench.cases import parallel  # transformers is there

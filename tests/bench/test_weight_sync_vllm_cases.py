@@ -164,7 +164,8 @@ def test_every_way_leaves_the_same_bytes_in_vllm(whole: Work) -> None:
     found = turn.quantities(turn.run())
     phases = {"wake_weights", "sync", "trainer_offload", "wake_kv_cache"}
     moves = {f"{kind}_{way}" for kind in ("cold", "reserved", "later") for way in ("to_host", "to_device")}
-    assert found.keys() >= phases | {f"{phase}_of_limit" for phase in phases} | moves | {"turn", "first_sync"}
+    assert found.keys() >= phases | {f"{phase}_of_limit" for phase in phases} | moves
+    assert found.keys() >= {"turn", "first_sync", "first_prepare", "first_self_test", "verified_sync"}
     assert found["reserved_of_moved"].value >= 1, "or the first move would have to allocate"
     for tag in ("weights", "kv_cache"):
         wake = f"wake_{tag}"

@@ -368,3 +368,81 @@ def test_calls_that_differ_are_told_on_all_ranks_the_first_time(on_ranks: Any) -
 
 def test_calls_that_differ_later_are_told_where_one_rank_debugs(on_ranks: Any) -> None:
     on_ranks(call_differently_later, 2)
+
+
+# ------------------------------------------------------------------------- a library that connects its devices first
+
+
+def connect(rank: Any, acts: list[str], timeout_s: float) -> tuple[str, tuple[int, ...], float]:
+    """Form a group whose library, as NCCL, has no deadline for it; return the error, or the name of the group.
+
+    Args:
+        acts: by rank: "waits" for good, "returns", or raises what it says.
+    """
+    import torch.distributed as dist
+
+    from rlcore.devices.generic import GenericTorchDevice
+    from rlcore.types import DeviceSpec
+
+    class Eager(dist.ProcessGroupGloo):
+        supports_splitting = True
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            assert device == torch.device("meta", 0)
+            if (act := acts[rank.rank]) == "waits":
+                threading.Event().wait()
+            if act != "returns":
+                raise RuntimeError(act)
+
+    def create(store: Any, number: int, size: int, timeout: Any) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._devices = timeout, [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return Eager(store, number, size, options)
+
+    if "eager" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("eager", create, devices=["cpu"])
+    dist.Backend._plugins["EAGER"] = dist.Backend._BackendPlugin(create, extended_api=False)  # of this call
+    spec = DeviceSpec(
+        name="other", vendor="a third party", torch_type="meta", priority=1, api_version=(1, 0),
+        loader="rlcore.devices.generic:GenericTorchDevice", collective_backend="eager",
+    )  # fmt: skip
+
+    class Other(GenericTorchDevice):
+        @property
+        def torch_device(self) -> torch.device:
+            return torch.device("meta", 0)
+
+        def synchronize(self) -> None:
+            pass
+
+    name = f"eager-{'-'.join(act.replace(' ', '.') for act in acts)}"
+    started = time.monotonic()
+    options: dict[str, Any] = {"rendezvous": rank.folder, "timeout_s": timeout_s, "name": name}
+    try:
+        with new_group(Other(spec, rank.rank), rank=rank.rank, world_size=2, **options) as group:
+            return str(group.all_reduce(torch.ones(1)).tolist()), (), time.monotonic() - started
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}", error.ranks, time.monotonic() - started
+
+
+def test_a_rank_that_a_library_keeps_waiting_hears_why_another_failed(on_ranks: Any) -> None:
+    """NCCL's own wait has no end: another kind of memory at the other end was enough."""
+    (waits, blamed, seconds), (fails, own, _) = on_ranks(connect, 2, ["waits", "invalid handle"], 60.0)
+    assert re.match(r"CollectiveError: forming of group .* \(rank 1 of 2, other:1\) failed: invalid handle$", fails)
+    assert re.match(r"CollectiveError: forming of group .* failed; before, rank 1 gave up: .*: invalid handle$", waits)
+    assert (blamed, own) == ((1,), (1,))
+    assert seconds < 30
+
+
+def test_ranks_that_a_library_keeps_waiting_for_good_say_so_at_the_timeout(on_ranks: Any) -> None:
+    for text, _, seconds in on_ranks(connect, 2, ["waits", "waits"], 2.0):
+        assert re.match(
+            r"CollectiveTimeoutError: forming of group .* did not end within 2 s: all ranks wait", text
+        ) or (
+            "gave up" in text  # the one that looked later hears of the other's
+        )
+        assert 1.5 < seconds < 30
+
+
+def test_ranks_that_a_library_connects_form_a_group(on_ranks: Any) -> None:
+    assert [text for text, *_ in on_ranks(connect, 2, ["returns", "returns"], 60.0)] == ["[2.0]", "[2.0]"]

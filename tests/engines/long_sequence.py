@@ -4,7 +4,8 @@
 ``--sizes tensor_parallel_size=2 ...`` takes other sizes of ``build()``. The time of attention grows with the square of
 the length: on 131,072 tokens each layer of 16 heads takes 1e14 operations a step. ``--heads 4`` makes that a quarter at
 the same width, ``--vocabulary`` makes the output head smaller, ``--no-recompute`` keeps all activations, and
-``--no-logprobs`` leaves out a forward pass of its own.
+``--no-logprobs`` leaves out a forward pass of its own. ``--save FILE`` ends after the one worker and keeps its results,
+``--beside FILE`` takes them instead of running it: two runs of half the time, on any machines.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -69,6 +71,18 @@ def run(shape: ModelShape, given: argparse.Namespace, sizes: dict[str, int]) -> 
         return Found(logprobs, metrics, engine.state_dict(), step_s, max(engine.call("peak_bytes")))
 
 
+def kept(found: Found, of: dict[str, Any], file: Path) -> None:
+    torch.save({"of": of, "found": found._asdict()}, file)
+
+
+def read(file: Path, of: dict[str, Any]) -> Found:
+    """Return what ``kept`` wrote; results ``of`` another sequence or model are refused."""
+    there = torch.load(file, weights_only=True)
+    if there["of"] != of:
+        raise SystemExit(f"{file} has the results of {there['of']}; this run is of {of}")
+    return Found(**there["found"])
+
+
 def compared(one: Found, several: Found) -> dict[str, float]:
     """Return how far the two are apart: of weights, whose steps are gradients, the norm over that of the gradients."""
     norm = one.metrics["grad_norm"]
@@ -95,14 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--sizes", nargs="*", default=[], metavar="NAME=NUMBER")
     parser.add_argument("--timeout-s", type=float, default=3600.0)
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--save", type=Path, metavar="FILE", help="run the one worker alone, and write its results")
+    parts.add_argument("--beside", type=Path, metavar="FILE", help="run the several alone, beside the one's results")
     given = parser.parse_args(arguments)
     heads = given.heads or (4 if given.tiny else 16)  # the 14 of the 0.5B do not divide
     shape = replace(TINY, heads=heads) if given.tiny else replace(QWEN_0_5B, heads=heads, head_size=56)
     shape = replace(shape, layers=given.layers or shape.layers, vocabulary=given.vocabulary or shape.vocabulary)
     sizes = {name: int(number) for name, _, number in (one.partition("=") for one in given.sizes)}
     sizes = sizes or {"sequence_parallel_size": given.workers}
-    one = run(shape, given, {})
+    of = asdict(shape) | {"tokens": given.tokens}
+    one = run(shape, given, {}) if given.beside is None else read(given.beside, of)
     print(f"one worker: {one.step_s:.0f} s, {one.peak_bytes / 2**30:.1f} GiB", file=sys.stderr, flush=True)
+    if given.save is not None:
+        kept(one, of, given.save)
+        return {}
     several = run(shape, given, sizes)
     found = {
         "tokens": given.tokens,

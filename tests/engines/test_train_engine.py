@@ -183,6 +183,7 @@ def test_unknown_options_and_sizes_are_refused(policy: Any, qwen2_folder: Path) 
         ({"activation_checkpointing": 1}, "activation_checkpointing must be False, True or 'selective', got 1"),
         ({"deterministic": "yes"}, "deterministic must be True or False, got 'yes'"),
         ({"reduce_each_micro_batch": 1}, "reduce_each_micro_batch must be True or False, got 1"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward must be True or False, got 2"),
         ({"gather_bytes": -1}, "gather_bytes must be a whole number of at least 0, got -1"),
         ({"onload": "yes"}, r"build\(\) takes True or False as onload, got 'yes'"),
         (

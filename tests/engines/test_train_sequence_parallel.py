@@ -71,12 +71,23 @@ def test_steps_and_log_probs_are_those_of_plain_pytorch(
 
 
 @pytest.mark.slow
-def test_a_long_sequence_is_that_of_one_worker() -> None:
-    """The program that takes any length and the shape of a 0.5B; here the tiny one."""
-    num_tokens = 512
-    found = long_sequence.main(["--tiny", "--tokens", str(num_tokens)])
+def test_a_long_sequence_is_that_of_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that takes any length and the shape of a 0.5B; here the tiny one, in one run and in two."""
+    num_tokens, file = 512, str(tmp_path / "one.pt")
+    shape = ["--tiny", "--tokens", str(num_tokens)]
+    found = long_sequence.main(shape)
     limit = rounding(num_tokens)  # of sums over tokens, in another order
+    assert {"logprob", "loss", "grad_norm", "weights"} == found["apart"].keys()
     assert max(found["apart"].values()) <= limit, found["apart"]
+
+    ran: list[dict[str, int]] = []
+    run = long_sequence.run
+    monkeypatch.setattr(long_sequence, "run", lambda *args: ran.append(args[2]) or run(*args))
+    assert long_sequence.main([*shape, "--save", file]) == {} and ran == [{}]
+    assert long_sequence.main([*shape, "--beside", file])["apart"] == found["apart"]
+    assert ran == [{}, {"sequence_parallel_size": 4}]
+    with pytest.raises(SystemExit, match="'tokens': 512}; this run is of "):
+        long_sequence.main(["--tiny", "--tokens", "256", "--beside", file])
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "reduced each time": {"reduce_each_micro_batch": True},
     "gathered one by one": {"gather_bytes": 0},
+    "kept after forward": {"gather_bytes": 0, "reshard_after_forward": False},
     "sequences shared": {"sequence_parallel_size": 2},
 }
 
@@ -140,6 +141,7 @@ def test_fused_optimizers_clip_as_others_do(build: Build, truth: Truth) -> None:
     [
         "replicas",
         "sequences shared",
+        "kept after forward",
         pytest.param("reduced each time", marks=slow),
         pytest.param("recomputed", marks=slow),  # a user's own blocks are, in another test
         pytest.param("gathered one by one", marks=slow),
@@ -151,6 +153,17 @@ def test_each_layout_trains_alike(build: Build, layout: str, truth: Truth) -> No
         found = sharded.train_batch(packed_batch(), ppo_clip(), max_tokens_per_micro_batch=max_tokens)
         truth.assert_step(found, packed_batch(), ppo_clip())
     truth.assert_weights(sharded.state_dict())
+
+
+def test_blocks_that_are_kept_after_their_forward_are_gathered_once(build: Build) -> None:
+    kept, freed = (build(2, **LAYOUTS[layout]) for layout in ("kept after forward", "gathered one by one"))
+    parts = kept.local_sizes()
+    padded = {name: 2 * 4 * max(part[name] for part in parts) for name in parts[0]}
+    in_blocks = sum(size for name, size in padded.items() if ".layers." in name)
+    once = sum(padded.values())
+    assert kept.gathered_bytes() == [once] * 2
+    assert freed.gathered_bytes() == [once + in_blocks] * 2
+    assert kept.local_sizes() == parts, "nothing stays gathered"
 
 
 @pytest.mark.slow

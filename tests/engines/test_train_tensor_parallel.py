@@ -98,6 +98,7 @@ def models(
 
 TENSOR_2 = {"tensor_parallel_size": 2}
 EXPERTS_2 = {"expert_parallel_size": 2}
+KEPT = {"reshard_after_forward": False}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,7 @@ EXPERTS_2 = {"expert_parallel_size": 2}
         pytest.param("Qwen2", 4, TENSOR_2 | {"sequence_parallel_size": 2}, 10, id="Qwen2, SP 2, TP 2", marks=slow),
         pytest.param("Qwen3Moe", 4, TENSOR_2 | {"expert_parallel_size": 4}, 10, id="Qwen3Moe, TP 2, EP 4", marks=slow),
         pytest.param("Qwen3Moe", 4, EXPERTS_2, 10, id="Qwen3Moe, FSDP 4, EP 2", marks=slow),
+        pytest.param("Qwen3Moe", 4, EXPERTS_2 | KEPT, 2, id="Qwen3Moe, FSDP 4, EP 2, blocks kept", marks=slow),
         pytest.param("Gemma3", 8, TENSOR_2 | {"replicas": 2}, 10, id="Gemma3, HSDP 2 x 2, TP 2", marks=slow),
         pytest.param(
             "Qwen3Moe", 8, TENSOR_2 | EXPERTS_2 | {"replicas": 2}, 10, id="Qwen3Moe, HSDP 2 x 2, TP 2, EP 2", marks=slow

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore._torch_private import TorchDispatchMode
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
 from rlcore.weights.view import whole
 
@@ -54,6 +55,17 @@ def adamw_policy(transformers_class: Any, **options: Any) -> Any:
     return Policy
 
 
+class GatheredBytes(TorchDispatchMode):
+    """Counts the bytes that collectives gather inside it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_allgather_base_":
+            self.count += args[0].nbytes  # the output
+        return func(*args, **(kwargs or {}))
+
+
 def train_policy() -> Any:
     from transformers import Qwen2ForCausalLM
 
@@ -78,6 +90,13 @@ def train_policy() -> Any:
 
         def local_sizes(self) -> dict[str, int]:
             return {name: parameter.to_local().numel() for name, parameter in self.named_parameters()}
+
+        def gathered_bytes(self) -> int:
+            """Return the bytes that this rank gathers for a forward and a backward."""
+            with GatheredBytes() as seen:
+                self(torch.full((1, 4), 3, device=self.device)).logits.square().sum().backward()
+            self.zero_grad()
+            return seen.count
 
         def noise(self) -> tuple[float, float]:
             return float(torch.rand(1)), random.random()

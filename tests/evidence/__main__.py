@@ -1,12 +1,13 @@
 """Makes the evidence that needs GPUs: every measurement of ``jobs.toml``, beside each other on one machine.
 
     python -m tests.evidence FOLDER                         all of it, on the GPUs that there are
-    python -m tests.evidence FOLDER race train              some of it
+    python -m tests.evidence FOLDER --minutes 5 race train  some of it
     python -m tests.evidence FOLDER --minutes 25 --python vllm=/vllm/bin/python --python sglang=/sglang/bin/python
 
 A job begins as soon as GPUs and processors for it are free, in the order of the file, and is ended after its seconds.
 One that would not fit into the minutes is not begun. FOLDER gets a folder for each job, with ``log`` and what it wrote,
 and ``outcomes.json``. Jobs beside each other share the host: records say so by their mark "shared".
+Ctrl-C and SIGTERM end the jobs, too. SIGKILL does not: each job has a session of its own, and goes on.
 """
 
 from __future__ import annotations
@@ -101,17 +102,25 @@ class Running:
         return Outcome(self.job.name, said, round(self.seconds, 1))
 
     def end(self) -> None:
-        """End all of its processes; what it took is free again."""
-        for number, patience_s in ((signal.SIGTERM, TO_END_S), (signal.SIGKILL, None)):
-            try:
-                os.killpg(self._process.pid, number)
-                self._process.wait(patience_s)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
+        """End all processes of its group; what it took is free again. Workers' guards end what has another session."""
+        latest = time.monotonic() + TO_END_S
+        is_left = self._tell(signal.SIGTERM)
+        while is_left and time.monotonic() < latest:
+            time.sleep(0.05)
+            self._process.poll()  # else the shell stays in the group when it has ended
+            is_left = self._tell(0)
+        self._tell(signal.SIGKILL)
+        self._process.wait()
         self._free.gpus += self._gpus
         self._free.cores += self._cores
+
+    def _tell(self, number: int) -> bool:
+        """Send a signal to its group; return whether there is one."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[Outcome]:
@@ -187,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--python", action="append", default=[], metavar="ENVIRONMENT=INTERPRETER")
     parser.add_argument("--file", type=Path, default=JOBS, help="other jobs")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)  # else options after FOLDER leave no job for it
     pythons = {"": sys.executable} | dict(one.split("=", 1) for one in options.python)
     free = Free(visible_gpus(), sorted(os.sched_getaffinity(0)), pythons)
     jobs = read_jobs(options.file, options.jobs)
@@ -201,4 +210,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the jobs, as Ctrl-C does
     sys.exit(main())

@@ -7,6 +7,9 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -73,10 +76,54 @@ def test_a_job_over_its_time_is_ended_with_what_it_started(tmp_path: Path) -> No
     assert outcome == Outcome("endless", "ended after 1 s", outcome.seconds)
     assert outcome.seconds >= 1 and time.monotonic() - began < 25
     assert (tmp_path / "endless" / "log").read_text() == "begun\ntold\n"
-    child = int((tmp_path / "child").read_text())
-    while state_of(child) not in ("", "Z"):
-        assert time.monotonic() - began < 25
+    until_gone(int((tmp_path / "child").read_text()))
+
+
+def until_gone(pid: int) -> None:
+    ends_at = time.monotonic() + 30
+    while state_of(pid) not in ("", "Z"):
+        assert time.monotonic() < ends_at
         time.sleep(0.02)
+
+
+def test_what_a_job_started_gets_time_to_keep_what_it_has_when_the_shell_has_ended(tmp_path: Path) -> None:
+    keeps = "trap 'sleep 0.5; echo kept; exit 0' TERM; echo begun; while true; do sleep 0.05; done"
+    run([job("two", f"bash -c {shlex.quote(keeps)}; true", seconds=1)], Free([], CORES, {"": "python"}), tmp_path, 1)
+    assert (tmp_path / "two" / "log").read_text().endswith("kept\n")
+
+
+GUARDED = """
+import os, subprocess
+from rlcore.process.guard import leave_guard
+leave_guard(os.getppid(), lambda: None)
+child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+child.wait()
+"""
+PROGRAM = f"""
+import os, subprocess, sys
+from rlcore.process.guard import FAMILY
+subprocess.run([sys.executable, "-c", {GUARDED!r}], env=os.environ | {{FAMILY: "planted"}}, start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_the_runner_is_told_to_end(tmp_path: Path, number: int) -> None:
+    """Not even what a worker has started in a session of its own, as vLLM does."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    file, log = tmp_path / "jobs.toml", tmp_path / "out" / "a" / "log"
+    fields = {"name": "a", "command": f"{{python}} {tmp_path}/program.py", "seconds": 300, "gpus": 0, "cores": 1}
+    file.write_text("[[job]]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in fields.items()))
+    command = [sys.executable, "-m", "tests.evidence", str(tmp_path / "out"), "--file", str(file)]
+    runner = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    ends_at = time.monotonic() + 60
+    while not log.exists() or not log.read_text().endswith("\n"):
+        assert time.monotonic() < ends_at and runner.poll() is None
+        time.sleep(0.02)
+    runner.send_signal(number)
+    assert runner.wait(60) != 0
+    for pid in map(int, log.read_text().split()):
+        until_gone(pid)
 
 
 def test_the_command_writes_what_became_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +132,8 @@ def test_the_command_writes_what_became_of_each(tmp_path: Path, capsys: pytest.C
     assert main([str(tmp_path / "out"), "--file", str(file)]) == 0
     assert [one["outcome"] for one in json.loads((tmp_path / "out" / "outcomes.json").read_text())] == ["done"]
     assert capsys.readouterr().out.split()[0] == "a"
+    assert main([str(tmp_path / "named"), "--file", str(file), "--minutes", "0", "a"]) == 1
+    assert "30 s do not fit" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([str(tmp_path / "out"), "--file", str(file)])
     assert "out is there; give a new folder" in capsys.readouterr().err

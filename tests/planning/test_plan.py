@@ -85,6 +85,8 @@ def test_shards_divide_what_is_held_and_gather_the_rest(config_file: Path, found
     layer = (VALUES - 4096 * 256 - 256) // 2
     alone = gathered(module, Sharding(gather_bytes=0), 4)
     assert alone.weights == 4 * (4096 * 256 + 256 + 2 * layer)  # in float32, a layer and the buffer of its exchange
+    kept = gathered(module, Sharding(gather_bytes=0, reshard_after_forward=False), 4)
+    assert kept.weights - alone.weights == 4 * layer  # the other layer
     assert (alone.exchange, alone.overlapping, alone.whole_gradients) == (9 * layer, 12 * layer, 4 * VALUES)
 
 

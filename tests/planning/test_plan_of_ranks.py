@@ -35,6 +35,7 @@ SIZES = {
 OPTIONS = [
     {"gather_bytes": 1 << 20},
     {"gather_bytes": 1 << 20, "activation_checkpointing": True, "compute_dtype": "bfloat16"},
+    {"gather_bytes": 1 << 20, "reshard_after_forward": False},
     {},
 ]
 LENGTH, MAX_TOKENS = 64, 256

@@ -672,7 +672,7 @@ def test_it_learns_from_rewards_and_from_nothing_else(
     assert before < 0.45 and control[0] == learns[0] | {"imitation_steps": 0}
     assert len(learns) == 1 + learnt_run.STEPS
     assert learns[20]["accuracy"] - before > 0.4, "a control of 20 steps would show nothing"
-    assert learns[-1]["accuracy"] >= 0.95, "of 91 whole runs, twice as long, one ended at 0.975: docs/quickstart.md"
+    assert learns[-1]["accuracy"] >= 0.95, "of 152 whole runs, twice as long, one ended at 0.975: docs/quickstart.md"
     assert control[-1]["accuracy"] - before <= 0.05
     for run_folder, steps in ((folder / "run", learns), (tmp_path / "run", control)):
         limit = logprob_rounding(run_folder / "model", MOST_TOKENS)

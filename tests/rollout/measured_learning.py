@@ -3,7 +3,7 @@
     python -m tests.rollout.measured_learning cpu FILE        each seed with two cores of its own
     python -m tests.rollout.measured_learning shared FILE     all runs over one sampler (--executor, --sample-on)
     python -m tests.rollout.measured_learning imitate FOLDER  what "shared" begins with: a checkpoint for each seed
-    python -m tests.rollout.measured_learning table FILE...   the table of docs/rollout.md
+    python -m tests.rollout.measured_learning table FILE...   the tables of docs/rollout.md
 
 FILE is JSON, written anew after each run: the machine, the versions and the runs. ``bench/results/rollout/`` has those
 of docs/rollout.md. ``simulated_learning.py`` is the same question with a clock that is simulated.
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import msgspec
@@ -121,7 +122,7 @@ def _cores() -> list[list[int]]:
 
 
 def measure_shared(measured: Measured, given: argparse.Namespace, engines: Engines) -> None:
-    """Run each pair over one sampler, each seed from the same weights; bound by bound, as far as the time goes."""
+    """Run each pair over one sampler, each seed from the same weights; seed by seed, as far as the time goes."""
     began = time.monotonic()
     sampler = rlcore.InferenceEngine(quickstart_model(seed=given.seeds[0]), executor=engines.executor)
     with sampler as infer, tempfile.TemporaryDirectory() as folder, async_grpo.trainer(given.seeds[0]) as train:
@@ -149,7 +150,7 @@ def measure_shared(measured: Measured, given: argparse.Namespace, engines: Engin
 
 def _planned(given: argparse.Namespace) -> list[tuple[int, int, dict[str, Any]]]:
     """Return bound, seed and limits of each run: the same steps; and a bound of 1 for the synchronous runs' seconds."""
-    equal_steps = [(bound, seed, {"num_steps": given.steps}) for bound in given.bounds for seed in given.seeds]
+    equal_steps = [(bound, seed, {"num_steps": given.steps}) for seed in given.seeds for bound in given.bounds]
     synchronous = json.loads(given.as_long_as.read_bytes())["runs"] if given.as_long_as else []
     return equal_steps + [
         (1, run["seed"], {"num_steps": 10**6, "seconds": run["seconds"]})
@@ -193,6 +194,29 @@ def table(runs: Sequence[Run], steps: int) -> list[str]:
     return lines
 
 
+def paired(runs: Sequence[Run], steps: int) -> list[str]:
+    """Return the lines of a table of what each bound differs from bound 0; none without two seeds that have both."""
+    found = {(run["max_staleness"], run["seed"]): run for run in runs if run["steps"] == steps}
+    lines = []
+    for bound in sorted({bound for bound, _ in found} - {0}):
+        seeds = [seed for other, seed in sorted(found) if other == bound and (0, seed) in found]
+        if len(seeds) < 2:
+            continue
+        pairs = [(found[0, seed], found[bound, seed]) for seed in seeds]
+        differences = [one["accuracy"] - synchronous["accuracy"] for synchronous, one in pairs]
+        faster = [synchronous["seconds"] / one["seconds"] for synchronous, one in pairs]
+        cells = [
+            str(bound),
+            ", ".join(f"{one:+.3f}" for one in differences),
+            f"{_mean(differences):+.3f}",
+            f"{stdev(differences) / len(differences) ** 0.5:.3f}",
+            ", ".join(f"{one:.2f}" for one in faster),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    head = "| `max_staleness` | accuracy less that of bound 0 | mean | standard error | times as fast as bound 0 |"
+    return [head, "| --- | --- | --- | --- | --- |", *lines] if lines else []
+
+
 def _given(run: Run) -> int:
     given: int = sum(run["stats"]["staleness"].values())
     return given
@@ -226,7 +250,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "table":
         runs = [run for file in (given.file, *given.more) for run in json.loads(file.read_bytes())["runs"]]
-        print("\n".join(table(runs, given.steps)))
+        print("\n".join([*table(runs, given.steps), "", *paired(runs, given.steps)]))
         return
     if given.what == "imitate":
         for seed in given.seeds:

@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlcore.examples import async_grpo
+from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
+
+
+class Says(SimulatedEngine):
+    """Answers each text with one token."""
+
+    def submit(self, prompts: Sequence[Any], sampling_params: Sequence[Any], *, max_in_flight: int) -> list[int]:
+        return super().submit([[1] for _ in prompts], sampling_params, max_in_flight=max_in_flight)
+
+
+@pytest.mark.parametrize(("stop_at", "steps"), [(0.6, 1), (0.9, 3)])
+def test_a_task_whose_groups_hardly_teach_ends_the_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop_at: float, steps: int
+) -> None:
+    monkeypatch.setattr(async_grpo, "tokenizer_of", lambda path: None)
+    monkeypatch.setattr(async_grpo.task, "max_answer_tokens", lambda tokenizer: 1)
+    monkeypatch.setattr(async_grpo, "learn", lambda *_: None)
+    groups = itertools.count()
+    monkeypatch.setattr(async_grpo, "has_both", lambda trajectories: next(groups) % 4 == 0)
+    train: Any = SimulatedTrainer()
+    infer: Any = Says()
+    run = async_grpo.reinforce(train, infer, 0, num_steps=3, seed=0, stop_at=stop_at)
+    assert run["steps"] == steps
+    told = "step 1 is the last: 7[0-9]% of its groups had equal rewards, which teach nothing"
+    assert bool(re.search(told, capsys.readouterr().out)) == (steps == 1)
 
 
 @pytest.mark.slow

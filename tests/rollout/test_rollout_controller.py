@@ -295,8 +295,21 @@ def test_who_rejects_all_is_told_so_now_and_then(caplog: pytest.LogCaptureFixtur
         while rollout.stats.rejected < 256:
             with pytest.raises(RolloutTimeoutError):
                 rollout.prepare_batch(items, timeout_s=0.05)
-    told = [line for line in caplog.messages if "in a row were rejected, by the workflow or by accept; others " in line]
+    told = [line for line in caplog.messages if "in a row were rejected, by the workflow or by accept (100 %" in line]
     assert [int(line.split()[0]) for line in told][:3] == [64, 128, 256]
+
+
+def test_who_rejects_nearly_all_is_told_each_number_once_with_the_share(caplog: pytest.LogCaptureFixture) -> None:
+    """A task that is nearly solved has hundreds of such rows, with a group that teaches after each."""
+    with caplog.at_level(logging.WARNING), controller(workflow=Acts()) as rollout:
+        for row in (70, 70, 130, 100, 130):
+            for _ in range(row):
+                rollout._note_end(EpisodeEnd(Episode(9, "one", []), "rejected", 1))
+            rollout._note_end(EpisodeEnd(Episode(9, "one", []), "failed", 1, ValueError()))
+            rollout._episodes.counts["ended"] += 1
+    assert [int(line.split()[0]) for line in caplog.messages] == [64, 128]
+    assert "128 episodes in a row were rejected, by the workflow or by accept (99 % of all so far)" in caplog.text
+    assert "the task is nearly solved or far too hard: stop, or give other items" in caplog.text
 
 
 def test_a_cancelled_episode_is_no_rejection_in_a_row(caplog: pytest.LogCaptureFixture) -> None:

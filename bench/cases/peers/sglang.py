@@ -59,7 +59,7 @@ class _Rlcore:
     def _sync(self, route: Route | None) -> Measured:
         self._pair.step()
         report, seconds = timed(lambda: self._pair.train.sync_weights(self._pair.infer, route=route), self._pair.device)
-        return Measured(report, seconds, {"first_sync": Quantity(self._pair.first_s, "s")})
+        return Measured(report, seconds, {name: Quantity(one, "s") for name, one in self._pair.first.items()})
 
     def _check_sync(self, report: SyncReport) -> None:
         sums = self._pair.ask_each("sync_call", "sums", None)

@@ -160,8 +160,8 @@ class Ways:
         return self._done(seconds["sync"], quantities, report)
 
     def _first_moves(self) -> dict[str, Quantity]:
-        """Return the moves of vLLM's weights to the host and back, when the engine was new."""
-        found = {"first_sync": Quantity(self._pair.first_s, "s")}
+        """Return the syncs, and the moves of vLLM's weights to the host and back, when the engine was new."""
+        found = _named("{}", self._pair.first)
         rates = self._limits.to_host, self._limits.to_device
         for kind, both in self._pair.left.items():
             for way, seconds, rate in zip(("to_host", "to_device"), both, rates, strict=True):

@@ -80,6 +80,9 @@ class Requests(Protocol):
     def weights_changed(self, version: int) -> None:
         """Note the version of new weights; cached results of the old ones are dropped and computed again if needed."""
 
+    def renumber(self, version: int) -> None:
+        """Note another version of the same weights: what was computed with them holds."""
+
 
 class ReplicaExecutor(InferenceExecutor):
     """Drives one replica. The engine in it knows if its weights are on the devices."""
@@ -246,7 +249,8 @@ class ReplicaExecutor(InferenceExecutor):
         each: list[Any] = [()] * self._num_shards if calls is None else calls
         results = self._call_each(f"receiver.{method}", each)
         if method == Receiver.commit.__name__:
-            self._replica.weights_changed(version=each[0][1])
+            _, version, has_moved = each[0]
+            (self._replica.weights_changed if has_moved else self._replica.renumber)(version)
             self._replica.release(_SYNC, _VALUES)
         elif method == Receiver.abandon.__name__ and all(self._call(ReplicaShard.is_whole)):  # nothing was written
             self._replica.release(_SYNC)

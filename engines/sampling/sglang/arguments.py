@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlcore.engines.launchers.worker import WorkerContext
@@ -45,6 +46,7 @@ _OWN = {
     "sleep_on_idle": "an idle replica leaves its processor to others",
 }
 """Arguments that the user cannot choose, and why."""
+_OF_A_PROGRAM = {"model_path", "random_seed"}
 _FLOAT32 = ("float32", "float")
 _HOST_TOKENS = 1 << 15
 """The size of the KV cache on a host, in tokens: SGLang would take most of the host's memory."""
@@ -94,6 +96,19 @@ def _refuse_float32(given: Mapping[str, Any], context: WorkerContext) -> None:
             'SGLang\'s kernels for GPUs have bfloat16 and float16 alone; give build(dtype="bfloat16"), or take the '
             "executor hf or vllm",
         )
+
+
+def in_words(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that choose how SGLang lays its weights out: all but what differs between programs.
+
+    A file, such as that of the places of experts, counts by its text.
+    """
+    found = []
+    for name in sorted(arguments.keys() - _OF_A_PROGRAM):
+        value = arguments[name]
+        is_file = isinstance(value, str) and os.path.isfile(value)
+        found.append(f"{name}={Path(value).read_bytes() if is_file else value!r}")
+    return found
 
 
 def check_arguments(given: Mapping[str, Any], python: str | os.PathLike[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from rlcore.engines.sampling.replica.arguments import RETURN_EXPERTS
 from rlcore.engines.sampling.replica.executor import ReplicaExecutor
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.sglang import versions
-from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments
+from rlcore.engines.sampling.sglang.arguments import check_arguments, engine_arguments, in_words
 from rlcore.engines.sampling.sglang.engine_thread import EngineThread
 from rlcore.engines.sampling.sglang.interfaces import SglangEngine
 from rlcore.engines.sampling.sglang.replica import SglangReplica
@@ -73,7 +73,7 @@ class SglangExecutor(ReplicaExecutor):
         self._folder = check_model_folder(path)
         arguments = engine_arguments(engine_args, self._folder, self.context)
         self.engine_version = versions.prepare(self.device, self._num_shards)
-        if not self.device.spec.is_host and versions.lacks_flash_attention():
+        if not self.device.spec.is_host and versions.lacks_flash_attention(self.device):
             arguments.setdefault("attention_backend", "triton")
         if engine_args.get(RETURN_EXPERTS) and self.device.spec.is_host:
             versions.check_experts_of_host(RETURN_EXPERTS, self.engine_version, self.device.name)
@@ -94,6 +94,7 @@ class SglangExecutor(ReplicaExecutor):
         )
         self._replica = SglangReplica(self._thread, self._calls, processes, reader, arguments["random_seed"])
         reader.max_positions = self._call(SglangShard.limit)[0]
+        self._call(SglangShard.made_with, in_words(arguments))
         if engine_args.get(RETURN_EXPERTS):
             self._replica.num_routed_layers = self._call(SglangShard.num_layers)[0]
         if engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder

@@ -285,6 +285,10 @@ class SglangReplica:
         self._set_version(version)
         self.forget_cached()
 
+    def renumber(self, version: int) -> None:
+        """Note another version of the same weights: what was computed with them holds."""
+        self._set_version(version)
+
     def _set_version(self, version: int) -> None:
         if version == self._version:
             return

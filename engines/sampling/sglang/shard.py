@@ -92,6 +92,10 @@ class SglangShard(ReplicaShard):
             raise UnsupportedError(f"{path} in SGLang", f"{trace.refusal}, which SGLang leaves as it made it")
         return super().differing_after_reload(path)
 
+    def made_with(self, arguments: list[str]) -> None:
+        """Take the arguments of the engine, by which a later program finds the plan that was tested here."""
+        self._target.arguments = arguments
+
     def derived(self) -> list[str]:
         """Return the tensors of numbers beside the parameters, which no plan can write."""
         return [name for name, tensor in self._target.strays() if tensor.is_floating_point()]

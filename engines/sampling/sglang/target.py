@@ -10,12 +10,16 @@ from torch import Tensor, nn
 
 from rlcore.device import Device
 from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.replica.engine_identity import engine_identity
 from rlcore.engines.sampling.replica.strays import strays
 from rlcore.engines.sampling.sglang import versions
 from rlcore.engines.sampling.sglang.interfaces import SglangModelRunner
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
 from rlcore.weights.source import in_files, on_meta
+
+_PACKAGES = ("sglang", "sglang-kernel", "sgl-kernel")
+_VARIABLES = ("SGLANG_", "SGL_", "FLASHINFER_")
 
 
 class SglangTarget(Target):
@@ -24,6 +28,8 @@ class SglangTarget(Target):
     def __init__(self, runner: SglangModelRunner, device: Device) -> None:
         self.device = device
         self._runner = runner
+        self.arguments: list[str] | None = None
+        """The arguments that SGLang was made with, in words; None where nobody has said them."""
 
     def meta_model(self) -> tuple[nn.Module, LoadWeights]:
         model: Any = versions.meta_model(self._runner)
@@ -33,6 +39,14 @@ class SglangTarget(Target):
         with suppress(CheckpointError):
             return on_meta(in_files(check_model_folder(self._runner.model_config.model_path).weight_files))
         return None
+
+    def identity(self) -> str | None:
+        """See the base; None where the arguments, which choose kernels, are not known."""
+        if self.arguments is None:
+            return None
+        return engine_identity(
+            self._runner.model, self.device, packages=_PACKAGES, variables=_VARIABLES, arguments=self.arguments
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         model = self._runner.model

@@ -42,6 +42,11 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",  # a replica is on one host: nothing has to be reached from another
     "NCCL_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",  # the model is a folder
+    # NCCL's own default, by its number, so that a scheduler has what the trainer's process has: where it is not set
+    # SGLang sets 0. In a weight sync by "collective" they are one communicator, and with other kinds of memory at its
+    # ends one asks for a handle that the other cannot give, and waits in NCCL for ever (proxyGetFd in its proxy.cc). On
+    # NCCL_NVLS_ENABLE, which SGLang sets too, NCCL's ranks agree by themselves.
+    "NCCL_CUMEM_ENABLE": "-2",
 }
 
 
@@ -359,9 +364,10 @@ def load(runner: SglangModelRunner, weights: Iterable[tuple[str, Tensor]], devic
     DefaultModelLoader.load_weights_and_postprocess(runner.model, weights, device)
 
 
-def lacks_flash_attention() -> bool:
-    """Say whether SGLang would ask its kernels for FlashAttention 3, as on Hopper, and they were built without it."""
-    return torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("sgl_kernel.flash_ops") is None
+def lacks_flash_attention(device: Device) -> bool:
+    """Return True where SGLang would take FlashAttention 3, as it does on Hopper, and its kernels are without it."""
+    is_hopper = device.properties().capability.startswith("9.")
+    return is_hopper and importlib.util.find_spec("sgl_kernel.flash_ops") is None
 
 
 def memory_saver() -> Any:

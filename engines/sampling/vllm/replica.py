@@ -265,6 +265,11 @@ class Replica:
             self._set_version(version)
             self.forget_cached()
 
+    def renumber(self, version: int) -> None:
+        """Note another version of the same weights: what was computed with them holds."""
+        with self.between_steps("renumber"):
+            self._set_version(version)
+
     def _set_version(self, version: int) -> None:
         if version != self._version:
             for sample in self._jobs.samples.values():

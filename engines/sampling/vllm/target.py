@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore._torch_private import storage_key
 from rlcore.device import Device
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sampling.model_folder import check_model_folder
+from rlcore.engines.sampling.replica.engine_identity import engine_identity
 from rlcore.engines.sampling.replica.strays import strays
 from rlcore.engines.sampling.vllm import versions
 from rlcore.engines.sampling.vllm.interfaces import VllmConfig
 from rlcore.engines.sampling.vllm.meta_model import meta_model
 from rlcore.engines.sampling.vllm.quantized import quantized_matrices
-from rlcore.engines.weight_sync.planning.module_identity import module_identity
 from rlcore.engines.weight_sync.target import LoadWeights, Target, Weights
 from rlcore.errors import CheckpointError
 from rlcore.kernels.strided_copy.quantized import QuantizedMatrices
 from rlcore.weights.source import WeightSource, in_files, on_meta
 
-_PACKAGES = ("vllm", "vllm-ascend", "torch", "transformers", "triton", "flashinfer-python", "compressed-tensors")
-_VARIABLES = ("VLLM_", "FLASHINFER_")
-_OF_A_PROCESS = ("_IP", "_PORT", "_PATH", "_DIR", "_ROOT", "_IDENT", "_BUFFER_NAME")
+_PACKAGES = ("vllm", "vllm-ascend")
+VARIABLES = ("VLLM_", "FLASHINFER_")
 
 
 class VllmTarget(Target):
@@ -52,9 +48,7 @@ class VllmTarget(Target):
         return self._quantized
 
     def identity(self) -> str:
-        ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
-        device = self.device.properties().name, self.device.versions()
-        return repr((_versions(), _environment(), ranks, device, module_identity(self._model)))
+        return engine_identity(self._model, self.device, packages=_PACKAGES, variables=VARIABLES)
 
     def checkpoint(self) -> dict[str, Tensor] | None:
         """Return the weights of the model's folder, on meta; None if vLLM has a name, or files of another kind."""
@@ -110,18 +104,3 @@ class VllmTarget(Target):
 
     def committed(self, version: int) -> None:
         """Do nothing: the replica drops what was computed with earlier weights."""
-
-
-def _versions() -> list[str]:
-    """Return the packages whose kernels decide how weights lie, as far as they are installed."""
-    found = []
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return found
-
-
-def _environment() -> list[str]:
-    """Return the variables that choose kernels. Addresses and names that vLLM draws for each process choose nothing."""
-    named = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    return sorted(f"{name}={value}" for name, value in named.items() if not name.endswith(_OF_A_PROCESS))

@@ -7,8 +7,6 @@ part; it has the reason, and its bytes are left to the loader itself.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
@@ -32,6 +30,7 @@ from rlcore.engines.weight_sync.planning.dispatch_trace import (
     weights_of,
 )
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, dtype_of
+from rlcore.engines.weight_sync.planning.no_collection import no_collection
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, cut, span, visible
 from rlcore.engines.weight_sync.planning.strided_layout import NotNestedError
 from rlcore.tensor_data import dtype_name
@@ -102,6 +101,7 @@ class LoaderTrace:
     """The reason why these are the weights of another model, so that no load of them can be complete; or ""."""
 
 
+@no_collection()
 def trace_loader(
     model: nn.Module, load_weights: LoadWeights, manifest: WeightManifest, live: Container[str] | None = None
 ) -> LoaderTrace:
@@ -121,7 +121,7 @@ def trace_loader(
     for tensor in before.values():
         tracer.watch(tensor)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False) if live is None or name in live}
-    with _no_collection(), torch.no_grad(), tracer:
+    with torch.no_grad(), tracer:
         tracer.feed(load_weights)
     trace = _TraceReader(tracer, _named_tensors(model), manifest).trace(before)
     refusal = _refused(load_weights, manifest, tracer.failures) or _unreached_parameter(trace.untouched, parameters)
@@ -150,18 +150,6 @@ def _unreached_parameter(untouched: list[Destination], parameters: set[str]) -> 
         return ""
     rest = f" and {len(missed) - 1} more parameters" if len(missed) > 1 else ""
     return f"no weight reaches {missed[0]!r}{rest}"
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Stop Python's garbage collection: what is traced is kept, and to scan it took a quarter of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

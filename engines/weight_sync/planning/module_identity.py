@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 _PLAIN = (str, int, float, bool, type(None), torch.dtype, enum.Enum)
-_SETTINGS = ("quant_method", "scheme", "quant_config", "moe_config", "moe_parallel_config")
+_SETTINGS = ("quant_method", "scheme", "quant_config", "moe_config", "moe_parallel_config", "moe_runner_config")
 """Attributes whose objects hold settings of a part: which kernel it runs decides how its weights lie."""
 _MOST_BUFFER_BYTES = 1 << 16
 

@@ -25,6 +25,7 @@ from rlcore.engines.weight_sync.messages import Message
 from rlcore.engines.weight_sync.planning.dispatch_trace import Constant
 from rlcore.engines.weight_sync.planning.loader_trace import Destination, LoaderTrace, NotPlain, Write
 from rlcore.engines.weight_sync.planning.manifest import Parameter, WeightManifest, dtype_of
+from rlcore.engines.weight_sync.planning.no_collection import no_collection
 from rlcore.engines.weight_sync.planning.strided_copy import Copy, coalesce, taken_from
 from rlcore.errors import SyncError
 from rlcore.tensor_data import dtype_name
@@ -128,6 +129,7 @@ def _layout(shape: Sequence[int], stride: Sequence[int], dtype: str) -> str:
     return f"{dtype} {list(shape)} with strides {list(stride)}"
 
 
+@no_collection()
 def make_plan(
     trace: LoaderTrace,
     *,

@@ -118,8 +118,9 @@ class Planner:
         wrong = run_self_test(
             self.plan, self.manifest, self._target.tensors, self._target.reload, self._target.quantized
         )
-        self._excluded |= wrong
-        self.plan = self._make(self._trace, self._excluded)
+        if wrong:
+            self._excluded |= wrong
+            self.plan = self._make(self._trace, self._excluded)
         self.is_tested = True
         if self._cache is not None:
             self._cache.store(self.plan)

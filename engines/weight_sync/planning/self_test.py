@@ -1,7 +1,7 @@
 """The self-test of a plan: it must write what the engine's own load writes, of values that are made for the test.
 
-    values by a hash of their index -> the engine's own load, with what it does after loading -> sums of its tensors
-    tensors poisoned                -> the same values through the plan                       -> sums, which must agree
+    values drawn by tensors' numbers -> the engine's own load, with what it does after loading -> sums of its tensors
+    tensors poisoned                 -> the same values through the plan                       -> sums, which must agree
 
 A kernel that wants its weights in another order than the loader gave them, or anything that a loader trace cannot see,
 shows as another sum: that tensor is left to the engine's loader. The engine must be out of service, for all that the
@@ -10,6 +10,7 @@ plan writes is overwritten; a whole round makes it right again.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,10 @@ from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 _POISONS = (96, -96)
 """Beyond the values that are made, which are within [-1, 1), and of every dtype."""
 _CHUNK = 1 << 24
+"""Words that are summed at once: their products take 8 bytes each."""
+_DRAWN = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8}
+"""The dtypes that torch draws numbers in; for others they are rounded from one of these."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BATCH_BYTES = 1 << 28
 _ODD = (0x2545F4914F6CDD1D, 0x1D8E4E27C47D124F)
 
@@ -84,42 +89,36 @@ def _all_planned(plan: SyncPlan, tensors: Mapping[str, Tensor], quantized: Quant
 def made_weights(manifest: WeightManifest, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights of a manifest; a value depends on its parameter and its index there alone."""
     parameters = manifest.parameters
-    last, whole = -1, torch.empty(0)
+
+    @functools.lru_cache(2)  # the two stacks of a layer's experts come by turns
+    def whole(number: int) -> Tensor:
+        return made(number, parameters[number].numel, parameters[number].dtype, device)
+
     for number, weight in enumerate(manifest.weights):
         if weight.parameter is None:
             numel = torch.Size(weight.shape).numel()
             yield weight.name, made(len(parameters) + number, numel, weight.dtype, device).view(weight.shape)
-            continue
-        if weight.parameter != last:
-            last = weight.parameter
-            whole = made(last, parameters[last].numel, parameters[last].dtype, device)
-        yield weight.name, whole.as_strided(weight.shape, weight.stride, weight.offset)
+        else:
+            yield weight.name, whole(weight.parameter).as_strided(weight.shape, weight.stride, weight.offset)
 
 
 def made(number: int, numel: int, dtype: str, device: torch.device) -> Tensor:
-    """Return [numel] values of tensor ``number``: the same on every device and in every process."""
+    """Return [numel] values of tensor ``number``: the same again on this device.
+
+    One launch draws them: to compute them takes ten passes over numbers of 64 bits, seconds for a large model.
+    """
     values = torch.empty(numel, dtype=dtype_of(dtype), device=device)
-    hashes = _hashes(min(numel, _CHUNK), device)
-    for chunk, first in enumerate(range(0, numel, _CHUNK)):
-        part = values[first : first + _CHUNK]
-        bits = _mixed(hashes[: part.numel()] ^ _seed(number, chunk)) >> 40  # 24 bits with a sign
-        part.copy_(bits.float() / 2**23 if values.is_floating_point() else bits & 63)
-    return values
+    drawn = values if values.dtype in _DRAWN else torch.empty(numel, dtype=_drawn_as(values), device=device)
+    generator = torch.Generator(device).manual_seed(number)
+    if drawn.is_floating_point():
+        drawn.uniform_(-1, 1, generator=generator)
+    else:
+        drawn.random_(64, generator=generator)
+    return values if drawn is values else values.copy_(drawn)
 
 
-def _hashes(count: int, device: torch.device) -> Tensor:
-    return _mixed(torch.arange(count, dtype=torch.int64, device=device))
-
-
-def _mixed(bits: Tensor) -> Tensor:
-    bits = bits * _ODD[0]
-    bits = bits ^ (bits >> 29)
-    return bits * _ODD[1]
-
-
-def _seed(number: int, chunk: int) -> int:
-    wrapped = ((number + 1) * _ODD[1] + (chunk + 1) * _ODD[0]) % 2**64
-    return wrapped - 2**63
+def _drawn_as(values: Tensor) -> torch.dtype:
+    return torch.float32 if values.is_floating_point() else torch.uint8
 
 
 # -------------------------------------------------------------------------------------------------------- apply
@@ -196,21 +195,47 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     It is computed on the tensor's device. Tensors of one shape and dtype with the same bytes at the same indices have
     the same number.
     """
-    sums = [_checksum(tensor) for tensor in tensors]
-    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+    given = list(tensors)
+    if not given:
+        return []
+    longest = min(max(map(_num_words, given)), _CHUNK)
+    factors = {device: _factors(longest, device) for device in {tensor.device for tensor in given}}
+    sums = [_checksum(tensor, factors[tensor.device]) for tensor in given]
+    found: list[int] = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
+    return found
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Return odd numbers without order, one for each index of a chunk."""
+    bits = torch.arange(count, dtype=torch.int64, device=device) * _ODD[0]
+    bits = bits ^ (bits >> 29)
+    return (bits * _ODD[1]) | 1
+
+
+def _checksum(tensor: Tensor, factors: Tensor) -> Tensor:
     words = _words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    weights = _hashes(min(words.numel(), _CHUNK), tensor.device) | 1
-    for chunk, first in enumerate(range(0, words.numel(), _CHUNK)):
-        part = words[first : first + _CHUNK]
-        total += (part.long() * weights[: part.numel()]).sum() * (_seed(0, chunk) | 1)
-    return total
+    chunks = [words[first : first + _CHUNK] for first in range(0, words.numel(), _CHUNK)]
+    sums = [
+        (chunk * factors[: chunk.numel()]).sum() * ((number * _ODD[0]) % 2**63 | 1)
+        for number, chunk in enumerate(chunks, 1)
+    ]
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack(sums).sum() if sums else factors.new_zeros(())
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return [numel] whole numbers with the bits of a tensor, in the order of its indices."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().contiguous().view(-1).view(whole)
+    """Return whole numbers with the bits of a tensor, in the order of its indices: small elements in words of 4."""
+    flat = tensor.detach().contiguous().view(-1)
+    width = _word_bytes(tensor)
+    if flat.storage_offset() * flat.element_size() % width:  # words begin at multiples of their width
+        flat = flat.clone()
+    return flat.view(_WORDS[width])
+
+
+def _word_bytes(tensor: Tensor) -> int:
+    return tensor.element_size() if tensor.element_size() > 4 else next(w for w in (4, 2, 1) if not tensor.nbytes % w)
+
+
+def _num_words(tensor: Tensor) -> int:
+    return tensor.nbytes // _word_bytes(tensor)

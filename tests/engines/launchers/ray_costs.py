@@ -266,7 +266,12 @@ def sync_by(launcher: str, executor: str) -> None:
         found.append(pair.train.sync_weights(pair.infer))
     seconds = [report.seconds for report in found]
     pair.close()
-    told = {"route": found[-1].route, "nbytes": pair.nbytes, "first_s": pair.first_s, "device": get_device().name}
+    told = {
+        "route": found[-1].route,
+        "nbytes": pair.nbytes,
+        "first_s": pair.first["first_sync"],
+        "device": get_device().name,
+    }
     print(json.dumps(told | {"median_s": statistics.median(seconds), "fastest_s": min(seconds)}))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,14 +13,17 @@ import torch
 from fused_model import FusedModel, Share, Sizes, meta, names
 from torch import Tensor
 
+from rlcore.engines.weight_sync.planning import loader_trace
+from rlcore.engines.weight_sync.planning import plan as plans
 from rlcore.engines.weight_sync.planning.loader_trace import LoaderTrace, trace_loader
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, describe
 from rlcore.engines.weight_sync.planning.plan import SyncPlan, make_plan, misfits
-from rlcore.engines.weight_sync.planning.self_test import checksums, made_weights, poison, run_self_test
+from rlcore.engines.weight_sync.planning.self_test import checksums, made, made_weights, poison, run_self_test
 from rlcore.errors import SyncError
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 from rlcore.nn import WeightView
 from rlcore.weights.shards import Bounds
+from tests.counts import Counts, assert_at_most
 
 GRIDS = [
     Share(),
@@ -274,6 +279,39 @@ def test_what_the_proof_finds_is_left_to_the_loader(kind: type[Engine], name: st
     assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
 
 
+def test_no_garbage_is_collected_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time the collector would look at all objects of an engine, of which there are millions."""
+    seen: dict[str, bool] = {}
+
+    def noting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (seen.update({name: gc.isenabled()}), work(*args))[1]
+
+    monkeypatch.setattr(plans, "coalesce", noting("plan", plans.coalesce))
+    monkeypatch.setattr(loader_trace, "visible", noting("reading", loader_trace.visible))
+    model, manifest = meta(Sizes(), Share()), describe(views(Sizes(), torch.float32), 1).manifest
+    make_plan(trace_loader(model, noting("loader", model.load_weights), manifest))
+    assert seen == {"loader": False, "reading": False, "plan": False} and gc.isenabled()
+
+
+def test_a_self_test_costs_a_few_launches_a_tensor_and_a_few_passes_over_its_bytes() -> None:
+    """Values are drawn in one launch a parameter, for the load and for the plan; sums take three launches a tensor.
+
+    What the loader and the plan's copies launch is left out, and so are the bytes that these read and write.
+    """
+    sizes = Sizes(E=32)
+    manifest = describe(views(sizes, torch.bfloat16, is_packed=True), 1).manifest
+    plan = make_plan(traced(sizes, Share(), manifest))
+    engine = Engine(sizes, Share())
+    counts = Counts()
+    with counts:
+        assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
+    del counts.launches["copy_"]
+    parameters, tensors = len(manifest.parameters), len(plan.destinations)
+    assert counts.launches["uniform_"] == 2 * parameters, "experts that come by turns are drawn with their stacks"
+    nbytes = sum(destination.nbytes for destination in plan.destinations)
+    assert_at_most(counts, launches=2 * parameters + 9 * tensors + 10, waits=0, bytes=35 * nbytes)
+
+
 def test_a_wrong_plan_does_not_pass() -> None:
     sizes = Sizes()
     manifest = describe(views(sizes, torch.float32), 1).manifest
@@ -287,15 +325,23 @@ def test_a_wrong_plan_does_not_pass() -> None:
     ]
 
 
-def test_made_values_are_unlike_each_other_and_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlcore.engines.weight_sync.planning import self_test
+@pytest.mark.parametrize(
+    ("dtype", "distinct"),
+    [("float32", 4990), ("bfloat16", 300), ("float8_e4m3fn", 60), ("int64", 64), ("uint8", 64), ("bool", 2)],
+)
+def test_made_values_are_unlike_each_other_and_the_same_again(dtype: str, distinct: int) -> None:
+    one, again, other = (made(number, 5000, dtype, torch.device("cpu")).double() for number in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert one.unique().numel() >= distinct and one.abs().max() <= (1 if "float" in dtype else 63)
+    assert one.mean().abs() < 0.1 or "float" not in dtype
+    assert not torch.equal(one, other) and not torch.equal(one[:1000], one[1000:2000])
 
-    monkeypatch.setattr(self_test, "_CHUNK", 1000)
-    one = self_test.made(0, 5000, "float32", torch.device("cpu"))
-    assert torch.equal(one, self_test.made(0, 5000, "float32", torch.device("cpu")))
-    assert one.unique().numel() > 4990 and one.abs().max() <= 1
-    assert (one != self_test.made(1, 5000, "float32", torch.device("cpu"))).float().mean() > 0.99
-    assert (one[:1000] != one[1000:2000]).float().mean() > 0.99
+
+def test_a_sum_does_not_depend_on_where_a_tensor_begins() -> None:
+    """Words of 4 bytes are summed, and parts of a tensor in bfloat16 may begin between two of them."""
+    memory = torch.randn(41).bfloat16()
+    assert checksums([memory[1:].clone(), memory[1:]]) == checksums([memory[1:]]) * 2
+    assert checksums([memory[1:]]) != checksums([memory[:-1]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8], ids=str)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +75,49 @@ def test_each_replica_draws_with_a_seed_of_its_own(monkeypatch: pytest.MonkeyPat
     assert found == [7, 8, 9]
 
 
+def test_both_ends_of_a_communicator_have_the_same_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang turns off what is not set; the trainer's process has what the user sets, else NCCL's default."""
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.21"))  # type: ignore[arg-type]
+    device: Any = SimpleNamespace(spec=SimpleNamespace(is_host=False))
+    with mock.patch.dict(os.environ, {"NCCL_CUMEM_ENABLE": "0"}), warnings.catch_warnings():
+        versions.prepare(device, 1)
+        assert os.environ["NCCL_CUMEM_ENABLE"] == "0", "the user's"
+        del os.environ["NCCL_CUMEM_ENABLE"]
+        versions.prepare(device, 1)
+        assert os.environ["NCCL_CUMEM_ENABLE"] == "-2", "NCCL's default: what the machine can"
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_flash_attention", "expected"),
+    [("9.0", False, "triton"), ("9.0", True, None), ("8.9", False, None), ("10.0", False, None)],
+)
+def test_without_flash_attention_a_hopper_takes_tritons(
+    capability: str, has_flash_attention: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks for FlashAttention 3 there alone, and would fail: "Can not import FA3 in sgl_kernel"."""
+    found = importlib.util.find_spec
+    kernels = SimpleNamespace() if has_flash_attention else None
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: kernels if "flash_ops" in name else found(name, *more)
+    )
+    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
+    monkeypatch.setattr(executors, "engine_arguments", lambda given, *_: dict(given))
+    monkeypatch.setattr(versions, "prepare", lambda *_: "0.5.21")
+    monkeypatch.setattr(executors, "PromptReader", lambda *_: None)
+    monkeypatch.setattr(executors.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(executors, "WorkerProcesses", mock.MagicMock())
+    monkeypatch.setattr(executors, "EngineThread", lambda make: make())
+    monkeypatch.setattr(versions, "new_engine", mock.Mock(side_effect=InvalidInputError("no engine is made")))
+    device = SimpleNamespace(
+        spec=SimpleNamespace(is_host=False), properties=lambda: SimpleNamespace(capability=capability)
+    )
+    executor: Any = mock.MagicMock(context=SimpleNamespace(store="folder"), device=device, _num_shards=1)
+    for given, taken in ({}, expected), ({"attention_backend": "flashinfer"}, "flashinfer"):
+        with mock.patch.dict(os.environ), pytest.raises(InvalidInputError, match="no engine is made"):
+            SglangExecutor.build(executor, "model", **given)
+        assert versions.new_engine.call_args.args[0].get("attention_backend") == taken  # type: ignore[attr-defined]
+
+
 def test_experts_of_a_host_are_refused_where_sglang_would_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     host = SimpleNamespace(name="cpu:0", spec=SimpleNamespace(is_host=True))
     executor: Any = SimpleNamespace(context=None, device=host, _num_shards=1)
@@ -108,3 +155,19 @@ def test_float32_on_a_gpu_is_refused_before_sglang_is_imported(dtype: str, monke
     with pytest.raises(UnsupportedError):
         SglangExecutor.build(executor, "model", dtype=dtype)
     assert arguments.engine_arguments({"dtype": "bfloat16"}, FOLDER, gpu)["dtype"] == "bfloat16"
+
+
+def test_arguments_in_words_are_those_that_choose_how_weights_lie(tmp_path: Path) -> None:
+    places = tmp_path / "places.json"
+    places.write_text("[0, 1]")
+    given = {
+        "model_path": "/one",
+        "random_seed": 1,
+        "moe_runner_backend": "triton",
+        "init_expert_location": str(places),
+    }
+    before = arguments.in_words(given)
+    assert arguments.in_words(given | {"model_path": "/another", "random_seed": 2}) == before
+    assert arguments.in_words(given | {"moe_runner_backend": "flashinfer"}) != before
+    places.write_text("[1, 0]")
+    assert arguments.in_words(given) != before

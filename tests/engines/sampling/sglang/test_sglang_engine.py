@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,22 @@ def test_a_prompt_that_is_too_long_is_refused(replica: Any) -> None:
     assert len(infer.generate([[5]], FREE | {"max_tokens": most - 1})[0].outputs[0].token_ids) == most - 1
 
 
+@pytest.mark.parametrize("replica", ["Qwen2Config"], indirect=True)
+def test_schedulers_have_the_settings_of_nccl_that_trainers_have(replica: Any) -> None:
+    """They are in one communicator, and a trainer's process has what the user sets, else NCCL's defaults."""
+    infer, _ = replica
+    (scheduler,) = schedulers(infer)
+
+    def settings(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
+        found = {name: value for name, value in environment if name.startswith("NCCL_") and "SOCKET" not in name}
+        found.pop("NCCL_NVLS_ENABLE", None)  # ranks tell each other of it
+        return found
+
+    found = [entry.partition("=") for entry in Path(f"/proc/{scheduler}/environ").read_text().split("\0")]
+    default = {"NCCL_CUMEM_ENABLE": "-2"}
+    assert settings((name, value) for name, _, value in found) == default | settings(os.environ.items())
+
+
 @pytest.mark.parametrize("replica", MODELS, indirect=True)
 def test_a_model_samples_what_transformers_says_before_and_after_a_sync(
     replica: Any, request: pytest.FixtureRequest, write_model: WriteModel, build_train: Callable[..., Any]
@@ -245,8 +261,14 @@ def test_they_sample_what_transformers_says(two_ranks: Any, two_ranks_folder: Pa
 def test_each_gets_its_shards(
     two_ranks: Any, route: str, write_model: WriteModel, build_train: Callable[..., Any]
 ) -> None:
+    if route != "collective" or DEVICE == "cpu:0":
+        device = DEVICE
+    elif torch.cuda.device_count() > 2:
+        device = "cuda:2"
+    else:
+        pytest.skip("needs 3 CUDA devices: a collective joins ranks of devices of their own")
     other = write_two_ranks(write_model, seed=len(route))
-    with build_train(other) as train:
+    with build_train(other, devices=device) as train:
         report = train.sync_weights(two_ranks, route=route, verify=True)
     assert report.fallback_bytes == 0
     assert_as_transformers(two_ranks, other)

@@ -146,6 +146,20 @@ def test_a_completion_tells_the_versions_of_its_tokens(made: Made) -> None:
     assert made.sglang.calls[0] == ("pause", (False,)), "the caches are of the old weights"
 
 
+def test_another_number_of_the_same_weights_drops_no_cache(made: Made) -> None:
+    made.submit()
+    made.sglang.tokens["0-0."] += [7, 8]
+    made.replica.hold("a weight sync")
+    made.replica.renumber(4)
+    made.replica.release("a weight sync")
+    made.sglang.tokens["0-0."] += [2]
+    made.sglang.end("0-0.")
+    found: dict[int, Any] = {}
+    made.until(lambda: bool(found.update(made.replica.collect(0)) or found))
+    assert found[0].outputs[0].version_spans == (VersionSpan(0, 0, 2), VersionSpan(4, 2, 3))
+    assert [method for method, _ in made.sglang.calls] == ["pause", "progress", "go_on"]
+
+
 def test_a_pause_that_keeps_requests_keeps_their_caches(made: Made) -> None:
     made.submit()
     made.replica.pause("keep")

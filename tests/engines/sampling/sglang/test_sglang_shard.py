@@ -77,6 +77,28 @@ def test_tensors_beside_the_parameters_are_kept_and_no_sync_is_taken_where_they_
     assert shard.derived() == ["absorbed"], "the order holds no numbers of weights"
 
 
+def test_an_engine_is_known_again_by_its_arguments_and_its_model(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = SglangShard(scheduler)
+    assert shard._target.identity() is None, "nobody has said what it was made with"
+    shard.made_with(["dtype='bfloat16'"])
+    before = shard._target.identity()
+    scheduler.tp_worker.model_runner.model.weight.data.fill_(3)
+    assert before is not None and shard._target.identity() == before
+    monkeypatch.setenv("SGLANG_RUN_ID", "sglang-run-1")  # SGLang draws one for each process
+    assert shard._target.identity() == before
+    with monkeypatch.context() as patch:
+        patch.setenv("SGLANG_USE_OTHER_KERNELS", "1")
+        assert shard._target.identity() != before
+    scheduler.tp_worker.model_runner.model.backend = "cutlass"
+    assert shard._target.identity() != before
+    del scheduler.tp_worker.model_runner.model.backend
+    assert shard._target.identity() == before
+    shard.made_with(["dtype='float32'"])
+    assert shard._target.identity() != before
+
+
 @pytest.mark.parametrize(
     ("differing", "derived", "told"),
     [

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 import rlcore
+from rlcore.engines.sampling.replica.engine_identity import environment
 from rlcore.engines.sampling.vllm.arguments import check_arguments, engine_arguments
-from rlcore.engines.sampling.vllm.target import _environment
+from rlcore.engines.sampling.vllm.target import VARIABLES
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 
 ARG_UTILS = """\
@@ -175,9 +176,9 @@ assert refusal("enforce_eagr") == "vLLM has no engine argument 'enforce_eagr'; d
 
 
 def test_an_engine_is_what_chooses_its_kernels_whatever_its_process_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _environment()
+    before = environment(VARIABLES)
     monkeypatch.setenv("VLLM_DIST_IDENT", "vllm_dist_1-2-3")
     monkeypatch.setenv("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "vllm_mm_1")
-    assert _environment() == before
+    assert environment(VARIABLES) == before
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
-    assert _environment() != before
+    assert environment(VARIABLES) != before

@@ -155,6 +155,25 @@ def test_requests_under_way_compute_their_cache_again_with_new_weights(monkeypat
         assert [(span.version, span.start, span.end) for span in made.spans] == [(7, 0, 3), (8, 3, 5)]
 
 
+def test_a_sync_of_nothing_new_keeps_what_was_computed_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To drop a prefix cache takes a millisecond and more, and whatever is sampled next computes it again."""
+    resets: list[str] = []
+    engine: Any = SimpleNamespace(
+        reset_prefix_cache=lambda **_: resets.append("prefixes"),
+        reset_mm_cache=lambda: resets.append("images"),
+        reset_encoder_cache=lambda: resets.append("encodings"),
+    )
+    executor = VllmExecutor(CONTEXT)
+    replica = executor._replica = Replica(engine, vllm_processes(CONTEXT), READER, lambda: None)
+    monkeypatch.setattr(executor, "_call_each", lambda method, calls: [None for _ in calls])
+    for version, has_moved in ((1, True), (2, False)):
+        executor.sync_call("begin", [(version, "a trainer", "digest", not has_moved, False)])
+        assert replica._held
+        executor.sync_call("commit", [(version, version, has_moved)])
+        assert (replica.version, replica._held) == (version, set())
+        assert resets == ["prefixes", "images", "encodings"], "once, by the first of the two"
+
+
 def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
     engine: Any = CachingEngine(num_steps=1000)
