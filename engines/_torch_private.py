@@ -104,6 +104,17 @@ def allow_graphs(most: int) -> None:
     config.recompile_limit = max(config.recompile_limit, most)
 
 
+def is_compiler_off() -> bool:
+    """Return True if this process runs what ``torch.compile`` wraps as it is, as with ``TORCH_COMPILE_DISABLE=1``.
+
+    There is no public name of it. Since torch 2.10.
+    """
+    import torch._dynamo.config
+
+    config: Any = torch._dynamo.config
+    return bool(config.disable)
+
+
 def compile_keeping_less(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """Compile by Inductor; the backward makes again what one pass over memory makes, instead of reading what was kept.
 

@@ -394,6 +394,18 @@ def the_compiler_has_a_limit_of_graphs() -> None:
         assert torch._dynamo.config.recompile_limit == 5
 
 
+@contract("is_compiler_off")
+def the_compiler_can_be_turned_off() -> None:
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(disable=False):
+        assert not of_engines.is_compiler_off()
+    with torch._dynamo.config.patch(disable=True):
+        assert of_engines.is_compiler_off()
+        as_it_is = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
+        assert as_it_is(torch.zeros(())) == 0
+
+
 @contract("compile_keeping_less")
 def the_compiler_has_the_option() -> None:
     import torch._dynamo

@@ -58,6 +58,8 @@ class QuantizedMatrices:
     is_blockwise: bool
     dtype: torch.dtype = torch.bfloat16
     """The dtype of the weights that the engine quantises; wider values are rounded to it first."""
+    divides_as_ieee: bool = False
+    """The inverse of a block's scale is rounded as IEEE has it, as in eager torch; compiled kernels are a bit off."""
 
     def __post_init__(self) -> None:
         numel = self.count * self.rows * self.columns

@@ -7,7 +7,8 @@ and the row stride of each group. The maximum and the quantised values come of t
 the second time are in the cache.
 
 The quotients are those of the code that makes the weights otherwise. Whole matrices: IEEE divisions, as nvcc compiles
-vLLM's kernel. Blocks: a product by 1 / 448 and Triton's division, as Inductor compiles vLLM's function.
+vLLM's kernel. Blocks: a product by 1 / 448 and Triton's division, as Inductor compiles vLLM's function, or an IEEE
+division, as it runs uncompiled. One bit of it decides values in the middle of two of float8.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _store_quantized(
 
 @triton.jit
 def _blocks_kernel(
-    table, weight, scale, rows, columns, row_blocks, groups,
+    table, weight, scale, rows, columns, row_blocks, groups, IEEE: tl.constexpr,
     SOURCE: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     block, matrix = tl.program_id(1) % row_blocks, (tl.program_id(1) // row_blocks).to(tl.int64)
@@ -95,13 +96,14 @@ def _blocks_kernel(
     largest = _largest(table, first_group, first_row, column, rows, columns, SOURCE, ROUNDED, GROUP, SIZE, ALIGNMENT)
     own_scale = tl.maximum(largest, _SMALLEST) * _INVERSE_MAX
     tl.store(scale + (matrix * row_blocks + block) * tl.num_programs(0) + tl.program_id(0), own_scale)
+    inverse = tl.div_rn(1.0, own_scale) if IEEE else 1.0 / own_scale
     weight += matrix * rows * columns
     _store_quantized(
         table,
         first_group,
         first_row,
         column,
-        1.0 / own_scale,
+        inverse,
         weight,
         rows,
         columns,
@@ -167,7 +169,8 @@ class TritonQuantizedCopies:
         sizes = matrices.rows, matrices.columns, self._row_blocks, self._groups
         with torch.accelerator.device_index(matrices.weight.device.index):
             if self._largest is None:
-                _blocks_kernel[self._grid](self._table, self._weight, self._scale, *sizes, **self._options)
+                is_ieee = matrices.divides_as_ieee
+                _blocks_kernel[self._grid](self._table, self._weight, self._scale, *sizes, is_ieee, **self._options)
                 return
             self._largest.zero_()
             _largest_kernel[self._grid](self._table, self._largest, *sizes, **self._options)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -56,6 +58,22 @@ def test_weights_go_to_vllms_loader_in_runs_that_fit_the_buffer() -> None:
     named = [(name, torch.empty(size)) for name, size in (("a", 3), ("b", 3), ("c", 1), ("d", 7), ("e", 1))]
     runs = [[name for name, _ in part] for part in vllm_float8._parts(named, 7)]
     assert runs == [["a", "b", "c"], ["d"], ["e"]]
+
+
+def test_a_sync_that_falls_back_to_vllms_loader_fails_and_one_by_plan_records_that_it_did_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32"))  # type: ignore[arg-type]
+    monkeypatch.setattr(vllm_float8, "Float8Pair", lambda *_: MagicMock())
+    way = vllm_float8._prepare(QWEN_7B, None, get_device("cpu")).contenders[0]
+    report: Any = SimpleNamespace(route="direct", fallback_bytes=0)
+    for state in (0, 1):
+        done = vllm_float8.WholeSync(1.0, state, [{"weight": state}], report)
+        way.check(done)
+    assert {name: one.value for name, one in way.quantities(done).items()} == {"route_direct": 1, "by_vllms_loader": 0}
+    report.fallback_bytes = 5
+    with pytest.raises(AssertionError, match="5 bytes of a sync by plan went through vLLM's own loader"):
+        way.check(done)
 
 
 @pytest.fixture(scope="module")

@@ -86,16 +86,17 @@ KERNELS = PORTABLE | TILED | {
     ),
 }  # fmt: skip
 FLOAT8 = {
-    f"{kernel.__name__} in groups of {group}": Case(
+    f"{kernel.__name__} in groups of {group}{', IEEE' * constants.get('IEEE', False)}": Case(
         kernel,
-        {name: kind for name, kind in _QUANTIZED.items() if name in kernel.arg_names},
+        {name: kind for name, kind in _QUANTIZED.items() if name in kernel.arg_names} | constants,
         fixed(**triton_quantized.compile_options(torch.bfloat16, torch.bfloat16, group, is_aligned=True)),
     )
     for group in (128, 16)
-    for kernel in (
-        triton_quantized._blocks_kernel,
-        triton_quantized._largest_kernel,
-        triton_quantized._whole_kernel,
+    for kernel, constants in (
+        (triton_quantized._blocks_kernel, {"IEEE": False}),
+        (triton_quantized._blocks_kernel, {"IEEE": True}),
+        (triton_quantized._largest_kernel, {}),
+        (triton_quantized._whole_kernel, {}),
     )
 }
 """From architecture 89 on a device converts float8."""
@@ -172,6 +173,13 @@ def test_a_kernel_compiles_for_a_part_of_64_lanes_without_spills(name: str) -> N
     assert found["vgpr_spill_count"] == found["sgpr_spill_count"] == found["private_segment_fixed_size"] == "0"
     assert kernel.metadata.shared <= 64 * 1024
     assert kernel.metadata.num_warps * 64 <= 1024, "threads of a workgroup"
+
+
+@pytest.mark.parametrize(("ending", "division"), [("", "div.full.f32"), (", IEEE", "div.rn.f32")])
+def test_blocks_are_divided_as_vllms_function_runs(ending: str, division: str) -> None:
+    """Inductor compiles it to Triton's ``/``, with 2 in the last place; eager torch divides as IEEE has it."""
+    code = compiled(f"_blocks_kernel in groups of 128{ending}", for_cuda(90)).asm["ptx"]
+    assert set(re.findall(r"div\.\w+\.f32", code)) == {division}
 
 
 @pytest.mark.parametrize(

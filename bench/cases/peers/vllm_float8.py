@@ -1,7 +1,8 @@
 """New weights for a vLLM that keeps them in float8, beside one that keeps them in the trainer's bfloat16.
 
 A case is one start of vLLM. vLLM's own loader gets the same weights in it, and has to leave the same bytes, scales
-included. A model whose two copies in bfloat16 have no room on the device has fewer layers, and says so in its name.
+included; a sync that left any of them to that loader fails. A model whose two copies in bfloat16 have no room on the
+device has fewer layers, and says so in its name.
 """
 
 from __future__ import annotations
@@ -144,10 +145,10 @@ def _parts(named: Sequence[tuple[str, Tensor]], size: int) -> Iterator[list[tupl
 def _quantities(done: WholeSync) -> dict[str, Quantity]:
     if done.report is None:
         return {}
-    found = {f"route_{done.report.route}": Quantity(1, "1")}
-    if done.report.fallback_bytes:
-        found["by_vllms_loader"] = Quantity(done.report.fallback_bytes, "B")
-    return found
+    return {
+        f"route_{done.report.route}": Quantity(1, "1"),
+        "by_vllms_loader": Quantity(done.report.fallback_bytes, "B"),
+    }
 
 
 def _prepare(model: ModelShape, quantization: str | None, device: Device) -> Work:
@@ -168,6 +169,8 @@ def _prepare(model: ModelShape, quantization: str | None, device: Device) -> Wor
         wanted = expected.setdefault(done.state, done.sums)
         expect(done.sums == wanted, "vLLM's weights and scales are not those that another way has made")
         expect(expected.get(0) != expected.get(1), "the weights of two steps are the same")
+        by_loader = 0 if done.report is None else done.report.fallback_bytes
+        expect(not by_loader, f"{by_loader} bytes of a sync by plan went through vLLM's own loader")
 
     def contender(name: str, run: Any, most_runs: int | None = None) -> Contender:
         return Contender(

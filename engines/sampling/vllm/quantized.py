@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore.engines._torch_private import is_compiler_off
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.strided_copy.quantized import BLOCK, QuantizedMatrices
 
@@ -59,7 +60,8 @@ def _matrices(layer: Any, name: str, dtype: torch.dtype, *, is_blockwise: bool) 
         )
     if not lies_by_rows or not scale.is_contiguous():
         return None
+    tensors = weight.detach(), scale.detach()
     try:
-        return QuantizedMatrices(weight.detach(), scale.detach(), count, rows, columns, is_blockwise, dtype)
+        return QuantizedMatrices(*tensors, count, rows, columns, is_blockwise, dtype, is_compiler_off())
     except InvalidInputError:  # padded, or with scales of another grid
         return None

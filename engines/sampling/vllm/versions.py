@@ -9,6 +9,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -413,6 +414,9 @@ def reloading(model: nn.Module, vllm_config: VllmConfig) -> Iterator[None]:
     """Inside, ``model.load_weights`` may be called, also with parts of the weights; at the end they are processed.
 
     If a layer gets only some of its elements, vLLM would leave the others undefined: here they are kept.
+
+    A kernel of experts goes on reading the layer's own scales and biases. vLLM gives the layer its tensors back, and
+    leaves the kernel with those that were made on the way, which no weight sync writes.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
@@ -420,6 +424,8 @@ def reloading(model: nn.Module, vllm_config: VllmConfig) -> Iterator[None]:
         initialize_layerwise_reload,
     )
 
+    layers: list[Any] = list(model.modules())
+    read = [(layer, found) for layer in layers for found in _read_by_kernel(layer)]
     initialize_layerwise_reload(model)
     try:
         yield
@@ -428,6 +434,20 @@ def reloading(model: nn.Module, vllm_config: VllmConfig) -> Iterator[None]:
         finalize_layerwise_reload(model, vllm_config.model_config)
         for tensor, before in kept:
             tensor.copy_(before)
+        for layer, (matrix, field, name) in read:
+            setattr(getattr(layer.quant_method.moe_quant_config, matrix), field, getattr(layer, name))
+
+
+def _read_by_kernel(layer: Any) -> list[tuple[str, str, str]]:
+    """Return which of its own tensors a layer's kernel of experts reads: the matrix, its field, the tensor's name."""
+    config = getattr(getattr(layer, "quant_method", None), "moe_quant_config", None)
+    names = {id(tensor): name for name, tensor in layer.named_parameters(recurse=False)}
+    return [
+        (matrix, field, names[id(value)])
+        for matrix in ("_w1", "_w2")
+        for field, value in vars(getattr(config, matrix, None) or SimpleNamespace()).items()
+        if id(value) in names
+    ]
 
 
 def _kept(layer: nn.Module, info: VllmLayerReloading) -> Iterator[tuple[Tensor, Tensor]]:

@@ -116,6 +116,37 @@ def test_what_no_weight_fills_keeps_its_values(layerwise: Any, given: tuple[str,
     assert model.scale.tolist() == [1.0 if "scale" in given else 3.0] * 4
 
 
+class Experts(nn.Module):
+    """A layer whose kernel reads its scale; a load makes both anew and the layer's own tensors get the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight_scale = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.own = self.w13_weight_scale.detach()
+        self.derived = torch.zeros(2)
+        self.quant_method = SimpleNamespace(moe_quant_config=self.config(self.w13_weight_scale))
+
+    def config(self, scale: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(_w1=SimpleNamespace(dtype=None, scale=scale, alpha=self.derived), _w2=SimpleNamespace())
+
+    def load_weights(self) -> None:
+        self.own.fill_(7)
+        self.derived = self.derived + 1
+        self.quant_method.moe_quant_config = self.config(nn.Parameter(torch.full((2,), 7.0), requires_grad=False))
+
+
+def test_a_kernel_of_experts_reads_the_layers_own_scales_after_a_reload(layerwise: Any) -> None:
+    model = Experts()
+    layerwise.record_metadata_for_reloading(model)
+    config: Any = SimpleNamespace(model_config=None)
+    for step in (1, 2):
+        with versions.reloading(model, config):
+            model.load_weights()
+        read = model.quant_method.moe_quant_config._w1
+        assert read.scale is model.w13_weight_scale and read.scale.data_ptr() == model.own.data_ptr()
+        assert read.alpha.tolist() == [step] * 2, "what is derived from weights is what the last load made"
+
+
 def test_what_gets_nothing_stays_as_it_is(layerwise: Any) -> None:
     model = Padded()
     layerwise.record_metadata_for_reloading(model)

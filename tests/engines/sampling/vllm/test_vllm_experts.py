@@ -61,11 +61,19 @@ def test_float8_weights_are_quantised_on_their_way(
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a device that converts float8")
     train.build(devices=DEVICE, dtype="bfloat16")
+    first = train.state_dict()
     with build_vllm(folder, dtype="bfloat16", quantization=quantization) as infer:
-        train.load_state_dict({name: 1.5 * tensor for name, tensor in train.state_dict().items()})
-        report = train.sync_weights(infer, verify=True)
-        assert report.fallback_bytes == 0
-        assert infer.generate(PROMPTS, PARAMS)
+
+        def served(factor: float, *, verify: bool) -> list[list[float]]:
+            """The logprobs of new weights: by a plan alone, or, verified, as vLLM's own loader has left them."""
+            train.load_state_dict({name: factor * tensor for name, tensor in first.items()})
+            assert train.sync_weights(infer, verify=verify).fallback_bytes == 0
+            return [one.logprobs for output in infer.generate(PROMPTS, PARAMS) for one in output.outputs]
+
+        served(1.5, verify=True)
+        by_plan = served(3.0, verify=False)
+        served(1.5, verify=True)
+        assert by_plan == served(3.0, verify=True), "kernels read the scales that the plan has written"
 
 
 def test_float8_weights_in_a_hosts_own_order_are_left_to_vllms_loader(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from rlcore.engines.sampling.vllm.quantized import quantized_matrices
@@ -58,6 +59,13 @@ def test_a_square_matrix_that_a_kernel_wants_turned() -> None:
     weight = float8(256, 256)
     layer = linear("Fp8PerTensorOnlineLinearMethod", weight.t(), (256, 256), weight_scale=torch.ones(1))
     assert found(layer)["proj.weight"].weight.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("is_off", [True, False])
+def test_blocks_are_divided_as_vllms_function_runs(is_off: bool) -> None:
+    layer = linear("Fp8PerBlockOnlineLinearMethod", float8(256, 128), weight_scale_inv=torch.ones(2, 1))
+    with torch._dynamo.config.patch(disable=is_off):
+        assert found(layer)["proj.weight"].divides_as_ieee is is_off
 
 
 def test_experts_have_a_scale_each() -> None:
