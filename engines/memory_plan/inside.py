@@ -1,4 +1,4 @@
-"""What operators of torch take inside, where no mode sees it, and free before they return.
+"""The memory that operators of torch take inside, where no mode sees it, and free before they return.
 
 The sizes are those of their sources, which each function names. Most of it does not make a peak, but where it lies
 decides what else finds a place in a segment.

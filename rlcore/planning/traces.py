@@ -19,7 +19,7 @@ from rlcore.planning.layout import Recompute
 from rlcore.planning.model import PlannedModel
 
 _MICRO_BATCHES = 2
-"""Of a traced step; those after the second find what it found."""
+"""A traced step has so many; those after the second would find what it found."""
 
 
 @dataclass(frozen=True, slots=True)

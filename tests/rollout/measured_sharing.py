@@ -33,7 +33,7 @@ LOADS = {
 }
 VLLM: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 20 << 30}
 _MOST_TOKENS = 8192
-"""Of a micro-batch. On an H200 that a vLLM shares, 16,384 did not fit beside it; the error of that run advised this."""
+"""A micro-batch has so many. Beside a vLLM on one H200 16,384 did not fit; the error of that run advised this."""
 
 
 class EvenTokens(Workflow):
