@@ -12,6 +12,10 @@ from datetime import timedelta
 from rlcore.deadline import begin
 
 
+class StillConnectingError(RuntimeError):
+    """The library has not connected yet."""
+
+
 class Connecting:
     """Connects at once, and is waited for as torch's ``Work`` is. A thread that never returns is left behind."""
 
@@ -19,10 +23,10 @@ class Connecting:
         self._thread, self._outcomes = begin(connect)
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait until it is connected; raises RuntimeError after ``timeout``, or what the library raised."""
+        """Wait until it is connected; raises StillConnectingError after ``timeout``, or what the library raised."""
         self._thread.join(timeout.total_seconds())
         if not self._outcomes:
-            raise RuntimeError("the library still connects")
+            raise StillConnectingError
         self._outcomes[0].get()
 
     def is_completed(self) -> bool:

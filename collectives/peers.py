@@ -12,7 +12,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import Work
 
-from rlcore.collectives.connecting import Connecting
+from rlcore.collectives.connecting import Connecting, StillConnectingError
 from rlcore.collectives.rendezvous import RankInfo, Rendezvous
 from rlcore.collectives.waiting_thread import WaitingThread
 from rlcore.errors import CollectiveError, CollectiveTimeoutError, PeerDiedError
@@ -198,6 +198,8 @@ class PeerMonitor:
         seconds = min(poll_s, max(0.001, began + timeout_s - time.monotonic()))
         try:
             work.wait(timedelta(seconds=seconds))
+        except StillConnectingError:  # it may be completed by now, and is asked again
+            return False
         except RuntimeError as error:
             if not work.is_completed():
                 return False  # only this poll timed out

@@ -538,8 +538,8 @@ class RolloutController:
         self._warn_at_rejections *= 2
         rejected, ended = (self._episodes.counts[name] for name in ("rejected", "ended"))
         _log.warning(
-            "%d episodes in a row were rejected, by the workflow or by accept (%.0f %% of all so far); others take "
-            "their place, and the trainer waits. If accept wants groups of different rewards, the task is nearly "
+            "%d episodes in a row were rejected, by the workflow or by accept (%.0f %% of all that ended well); others "
+            "take their place, and the trainer waits. If accept wants groups of different rewards, the task is nearly "
             "solved or far too hard: stop, or give other items",
             in_row,
             100 * rejected / (rejected + ended),

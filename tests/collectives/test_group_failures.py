@@ -435,13 +435,13 @@ def test_a_rank_that_a_library_keeps_waiting_hears_why_another_failed(on_ranks: 
 
 
 def test_ranks_that_a_library_keeps_waiting_for_good_say_so_at_the_timeout(on_ranks: Any) -> None:
-    for text, _, seconds in on_ranks(connect, 2, ["waits", "waits"], 2.0):
+    for text, _, seconds in on_ranks(connect, 2, ["waits", "waits"], 8.0):
         assert re.match(
-            r"CollectiveTimeoutError: forming of group .* did not end within 2 s: all ranks wait", text
+            r"CollectiveTimeoutError: forming of group .* did not end within 8 s: all ranks wait", text
         ) or (
             "gave up" in text  # the one that looked later hears of the other's
         )
-        assert 1.5 < seconds < 30
+        assert 6 < seconds < 60
 
 
 def test_ranks_that_a_library_connects_form_a_group(on_ranks: Any) -> None:

@@ -104,17 +104,17 @@ class Running:
     def end(self) -> None:
         """End all processes of its group; what it took is free again. Workers' guards end what has another session."""
         latest = time.monotonic() + TO_END_S
-        is_left = self._tell(signal.SIGTERM)
+        is_left = self.tell(signal.SIGTERM)
         while is_left and time.monotonic() < latest:
             time.sleep(0.05)
             self._process.poll()  # else the shell stays in the group when it has ended
-            is_left = self._tell(0)
-        self._tell(signal.SIGKILL)
+            is_left = self.tell(0)
+        self.tell(signal.SIGKILL)
         self._process.wait()
         self._free.gpus += self._gpus
         self._free.cores += self._cores
 
-    def _tell(self, number: int) -> bool:
+    def tell(self, number: int) -> bool:
         """Send a signal to its group; return whether there is one."""
         try:
             os.killpg(self._process.pid, number)
@@ -155,6 +155,8 @@ def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[O
             time.sleep(0.1)
     finally:
         for one in running:  # after Ctrl-C
+            one.tell(signal.SIGTERM)
+        for one in running:
             one.end()
     return outcomes
 

@@ -88,7 +88,7 @@ def until_gone(pid: int) -> None:
 
 def test_what_a_job_started_gets_time_to_keep_what_it_has_when_the_shell_has_ended(tmp_path: Path) -> None:
     keeps = "trap 'sleep 0.5; echo kept; exit 0' TERM; echo begun; while true; do sleep 0.05; done"
-    run([job("two", f"bash -c {shlex.quote(keeps)}; true", seconds=1)], Free([], CORES, {"": "python"}), tmp_path, 1)
+    run([job("two", f"bash -c {shlex.quote(keeps)}; true", seconds=3)], Free([], CORES, {"": "python"}), tmp_path, 1)
     assert (tmp_path / "two" / "log").read_text().endswith("kept\n")
 
 

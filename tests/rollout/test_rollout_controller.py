@@ -308,7 +308,7 @@ def test_who_rejects_nearly_all_is_told_each_number_once_with_the_share(caplog: 
             rollout._note_end(EpisodeEnd(Episode(9, "one", []), "failed", 1, ValueError()))
             rollout._episodes.counts["ended"] += 1
     assert [int(line.split()[0]) for line in caplog.messages] == [64, 128]
-    assert "128 episodes in a row were rejected, by the workflow or by accept (99 % of all so far)" in caplog.text
+    assert "128 episodes in a row were rejected, by the workflow or by accept (99 % of all that ended" in caplog.text
     assert "the task is nearly solved or far too hard: stop, or give other items" in caplog.text
 
 

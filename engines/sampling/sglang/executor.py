@@ -73,8 +73,9 @@ class SglangExecutor(ReplicaExecutor):
         self._folder = check_model_folder(path)
         arguments = engine_arguments(engine_args, self._folder, self.context)
         self.engine_version = versions.prepare(self.device, self._num_shards)
-        if not self.device.spec.is_host and versions.lacks_flash_attention(self.device):
-            arguments.setdefault("attention_backend", "triton")
+        chooses = not self.device.spec.is_host and "attention_backend" not in arguments
+        if chooses and versions.lacks_flash_attention(self.device):
+            arguments["attention_backend"] = "triton"
         if engine_args.get(RETURN_EXPERTS) and self.device.spec.is_host:
             versions.check_experts_of_host(RETURN_EXPERTS, self.engine_version, self.device.name)
         self._reader = reader = PromptReader(self._folder, None, "context_length")

@@ -366,8 +366,10 @@ def load(runner: SglangModelRunner, weights: Iterable[tuple[str, Tensor]], devic
 
 def lacks_flash_attention(device: Device) -> bool:
     """Return True where SGLang would take FlashAttention 3, as it does on Hopper, and its kernels are without it."""
-    is_hopper = device.properties().capability.startswith("9.")
-    return is_hopper and importlib.util.find_spec("sgl_kernel.flash_ops") is None
+    with contextlib.suppress(ImportError):  # SGLang says what its kernels lack
+        is_hopper = device.properties().capability.startswith("9.")
+        return is_hopper and importlib.util.find_spec("sgl_kernel.flash_ops") is None
+    return False
 
 
 def memory_saver() -> Any:

@@ -24,7 +24,7 @@ from rlcore.kernels.strided_copy.quantized import QuantizedMatrices
 from rlcore.weights.source import WeightSource, in_files, on_meta
 
 _PACKAGES = ("vllm", "vllm-ascend")
-VARIABLES = ("VLLM_", "FLASHINFER_")
+VARIABLES = ("VLLM_", "FLASHINFER_", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 
 class VllmTarget(Target):

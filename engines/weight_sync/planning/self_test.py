@@ -10,7 +10,6 @@ plan writes is overwritten; a whole round makes it right again.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,11 +23,12 @@ from rlcore.engines.weight_sync.planning.quantized import Quantized, QuantizedEx
 from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 
 _POISONS = (96, -96)
-"""Beyond the values that are made, which are within [-1, 1), and of every dtype."""
+"""Beyond the values that are made, which are within 8 standard deviations, or 0 to 63; in every dtype."""
 _CHUNK = 1 << 24
 """Words that are summed at once: their products take 8 bytes each."""
-_DRAWN = {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8}
-"""The dtypes that torch draws numbers in; for others they are rounded from one of these."""
+_DRAWN = {torch.float64, torch.float32, torch.uint8}
+"""The dtypes that torch draws numbers in; for others they are rounded from one of these. In bfloat16 torch up to 2.11
+draws no more than 256 different numbers on a host."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BATCH_BYTES = 1 << 28
 _ODD = (0x2545F4914F6CDD1D, 0x1D8E4E27C47D124F)
@@ -90,9 +90,14 @@ def made_weights(manifest: WeightManifest, device: torch.device) -> Iterator[tup
     """Yield all weights of a manifest; a value depends on its parameter and its index there alone."""
     parameters = manifest.parameters
 
-    @functools.lru_cache(2)  # the two stacks of a layer's experts come by turns
+    held: dict[int, Tensor] = {}  # the two stacks of a layer's experts come by turns
+
     def whole(number: int) -> Tensor:
-        return made(number, parameters[number].numel, parameters[number].dtype, device)
+        if number not in held:
+            if len(held) == 2:
+                del held[next(iter(held))]
+            held[number] = made(number, parameters[number].numel, parameters[number].dtype, device)
+        return held[number]
 
     for number, weight in enumerate(manifest.weights):
         if weight.parameter is None:
@@ -105,20 +110,24 @@ def made_weights(manifest: WeightManifest, device: torch.device) -> Iterator[tup
 def made(number: int, numel: int, dtype: str, device: torch.device) -> Tensor:
     """Return [numel] values of tensor ``number``: the same again on this device.
 
-    One launch draws them: to compute them takes ten passes over numbers of 64 bits, seconds for a large model.
+    torch draws them: to compute them takes ten passes over numbers of 64 bits, seconds for a large model. They are
+    normal, so that each block of a matrix has another maximum: a wrong scale of float8 must be another number.
     """
     values = torch.empty(numel, dtype=dtype_of(dtype), device=device)
-    drawn = values if values.dtype in _DRAWN else torch.empty(numel, dtype=_drawn_as(values), device=device)
     generator = torch.Generator(device).manual_seed(number)
-    if drawn.is_floating_point():
-        drawn.uniform_(-1, 1, generator=generator)
-    else:
-        drawn.random_(64, generator=generator)
-    return values if drawn is values else values.copy_(drawn)
+    if values.dtype in _DRAWN:
+        return _draw(values, generator)
+    drawn_as = torch.float32 if values.is_floating_point() else torch.uint8
+    for first in range(0, numel, _CHUNK):
+        part = values[first : first + _CHUNK]
+        part.copy_(_draw(torch.empty(part.numel(), dtype=drawn_as, device=device), generator))
+    return values
 
 
-def _drawn_as(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.is_floating_point() else torch.uint8
+def _draw(values: Tensor, generator: torch.Generator) -> Tensor:
+    if values.is_floating_point():
+        return values.normal_(0, 0.25, generator=generator)
+    return values.random_(64, generator=generator)
 
 
 # -------------------------------------------------------------------------------------------------------- apply
@@ -139,7 +148,8 @@ def apply_made(
         if is_quantized[number]:
             own = by_destination.get(number, [])
             pieces = [((piece.rank, piece.parameter), destination.name, piece.copy) for piece in own]
-            QuantizedExecution(pieces).run(_parts(own, manifest, destinations[number].device), quantized)
+            parts = _parts(own, manifest, destinations[0].device, destinations[number].device)
+            QuantizedExecution(pieces).run(parts, quantized)
     plain = (piece for piece in plan.pieces if not is_quantized[piece.destination])
     by_parameter = sorted(plain, key=lambda piece: piece.parameter)
     batch: list[PlanPiece] = []
@@ -156,16 +166,21 @@ def apply_made(
 
 
 def _apply(pieces: Sequence[PlanPiece], manifest: WeightManifest, destinations: Sequence[Tensor]) -> None:
-    parts = _parts(pieces, manifest, destinations[pieces[0].destination].device)
+    parts = _parts(pieces, manifest, destinations[0].device, destinations[pieces[0].destination].device)
     numbers = {place: number for number, place in enumerate(parts)}
     moves = [StridedPiece(numbers[piece.rank, piece.parameter], piece.destination, *piece.copy) for piece in pieces]
     StridedCopies(moves, list(parts.values()), destinations).run()
 
 
 def _parts(
-    pieces: Sequence[PlanPiece], manifest: WeightManifest, device: torch.device
+    pieces: Sequence[PlanPiece], manifest: WeightManifest, drawn_on: torch.device, device: torch.device
 ) -> dict[tuple[int, int], Tensor]:
-    """Return what the ranks hold of the parameters of these pieces, by rank and parameter."""
+    """Return what the ranks hold of the parameters of these pieces, by rank and parameter.
+
+    Args:
+        drawn_on: the device that ``made_weights`` was given: others draw other values.
+        device: where they are wanted.
+    """
     wholes: dict[int, Tensor] = {}
     parts: dict[tuple[int, int], Tensor] = {}
     for piece in pieces:
@@ -173,10 +188,10 @@ def _parts(
             continue
         described = manifest.parameters[piece.parameter]
         if piece.parameter not in wholes:
-            wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, device)
+            wholes[piece.parameter] = made(piece.parameter, described.numel, described.dtype, drawn_on)
         held = described.held(manifest.layouts[described.layout][piece.rank])
         box = wholes[piece.parameter].as_strided(held.shape, held.stride, held.offset)
-        parts[piece.rank, piece.parameter] = box.contiguous().view(-1)
+        parts[piece.rank, piece.parameter] = box.contiguous().view(-1).to(device)
     return parts
 
 

@@ -307,9 +307,11 @@ def test_a_self_test_costs_a_few_launches_a_tensor_and_a_few_passes_over_its_byt
         assert run_self_test(plan, manifest, engine.tensors, engine.reload) == {}
     del counts.launches["copy_"]
     parameters, tensors = len(manifest.parameters), len(plan.destinations)
-    assert counts.launches["uniform_"] == 2 * parameters, "experts that come by turns are drawn with their stacks"
+    assert counts.launches["normal_"] == 2 * parameters, "experts that come by turns are drawn with their stacks"
     nbytes = sum(destination.nbytes for destination in plan.destinations)
-    assert_at_most(counts, launches=2 * parameters + 9 * tensors + 10, waits=0, bytes=35 * nbytes)
+    assert_at_most(
+        counts, launches=2 * parameters + 9 * tensors + 10, waits=0, bytes=39 * nbytes
+    )  # on a host bfloat16 is drawn in float32
 
 
 def test_a_wrong_plan_does_not_pass() -> None:
@@ -332,7 +334,7 @@ def test_a_wrong_plan_does_not_pass() -> None:
 def test_made_values_are_unlike_each_other_and_the_same_again(dtype: str, distinct: int) -> None:
     one, again, other = (made(number, 5000, dtype, torch.device("cpu")).double() for number in (0, 0, 1))
     assert torch.equal(one, again)
-    assert one.unique().numel() >= distinct and one.abs().max() <= (1 if "float" in dtype else 63)
+    assert one.unique().numel() >= distinct and one.abs().max() <= (2 if "float" in dtype else 63)
     assert one.mean().abs() < 0.1 or "float" not in dtype
     assert not torch.equal(one, other) and not torch.equal(one[:1000], one[1000:2000])
 
