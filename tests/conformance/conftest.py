@@ -79,8 +79,8 @@ class Runs:
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    params = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
-    wanted = [found["run"] for found in params if "run" in found]
+    own = (item for item in request.session.items if item.path.parent == HERE and hasattr(item, "callspec"))
+    wanted = [item.callspec.params["run"] for item in own if "run" in item.callspec.params]
     runs = Runs(tmp_path_factory.mktemp("runs"))
     for run in wanted:
         if run.device != "simdev":
