@@ -44,7 +44,7 @@ def has_both(trajectories: list[Trajectory]) -> bool:
 
 
 def share_rejected(earlier: RolloutStats, now: RolloutStats) -> float:
-    """Of the groups that ended in between."""
+    """Return which share of the groups that ended in between was rejected; 0 without any."""
     rejected, kept = now.rejected - earlier.rejected, now.ended - earlier.ended
     return rejected / max(rejected + kept, 1)
 

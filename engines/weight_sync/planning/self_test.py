@@ -25,7 +25,7 @@ from rlcore.kernels.strided_copy.op import StridedCopies, StridedPiece
 _POISONS = (96, -96)
 """Beyond the values that are made, which are within 8 standard deviations, or 0 to 63; in every dtype."""
 _CHUNK = 1 << 24
-"""Words that are summed at once: their products take 8 bytes each."""
+"""Values that are drawn at once to be rounded, and words that are summed: their products take 8 bytes each."""
 _DRAWN = {torch.float64, torch.float32, torch.uint8}
 """The dtypes that torch draws numbers in; for others they are rounded from one of these. In bfloat16 torch up to 2.11
 draws no more than 256 different numbers on a host."""
