@@ -90,7 +90,7 @@ def test_steps_and_log_probs_are_those_of_plain_pytorch(
 
 @pytest.mark.slow
 def test_a_long_sequence_is_that_of_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that takes any length and the shape of a 0.5B; here the tiny one, in one run and in two."""
+    """The program that takes any length and the width of a 0.5B; here the tiny one, in one run and in two."""
     num_tokens, file = 512, str(tmp_path / "one.pt")
     shape = ["--tiny", "--tokens", str(num_tokens)]
     found = long_sequence.main(shape)

@@ -320,6 +320,7 @@ def refusal(module: Any, *, executor: str = "fsdp2", **options: Any) -> str:
         ("Qwen3Moe", {"expert_parallel_size": 3, "data_parallel_size": 4}, "divide the 4 workers of a replica"),
         ("Qwen3Moe", {"tensor_parallel_size": 2, "expert_parallel_size": 1.0}, "expert_parallel_size must be a whole"),
         ("Qwen2", TENSOR_2 | {"data_parallel_size": 2, "compile": True}, "compile=True does not go with tensor"),
+        ("Qwen3Moe", EXPERTS_2 | {"data_parallel_size": 4, "compile": True}, "compile=True does not go with tensor"),
         ("Qwen2", {"tensor_parallel_size": 0}, "tensor_parallel_size must be a whole number of at least 1, got 0"),
     ],
     ids=str,
@@ -361,12 +362,22 @@ def test_modules_and_executors_that_cannot_are_refused(models: Callable[[str], M
     assert "executor='fsdp2' can" in found
 
 
-@pytest.mark.parametrize("target", ["embed_tokens"])
-def test_an_adapter_that_is_not_cut_is_refused(models: Callable[[str], Model], target: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("targets", "path"),
+    [
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, "layers.0.mlp.experts"),
+    ],
+    ids=["embedding", "experts"],
+)
+@pytest.mark.filterwarnings("ignore:The PEFT config's")
+def test_an_adapter_that_is_not_cut_is_refused(
+    models: Callable[[str], Model], targets: dict[str, list[str]], path: str
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     from .test_train_lora import lora_module
 
     model = models("Qwen3Moe")  # its head is not tied to the embedding
-    module = lora_module(model.policy, model.folder, target_modules=[target])
+    module = lora_module(model.policy, model.folder, **targets)
     found = refusal(module, data_parallel_size=2, **TENSOR_2, expert_parallel_size=2)
-    assert f"an adapter on model.{target} is not cut with its layer" in found
+    assert f"an adapter on model.{path} is not cut with its layer" in found
