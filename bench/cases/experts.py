@@ -59,7 +59,11 @@ def _prepare(device: Device) -> Work:
         )
         return compared.contender("engine", run, quantities, allowed, params={"expert_parallel_size": size})
 
-    params = {"layers": setup.model.layers, "devices": _NUM_DEVICES, "recompute": str(setup.recomputes)}
+    params: dict[str, int | float | str] = {
+        "layers": setup.model.layers,
+        "devices": _NUM_DEVICES,
+        "recompute": str(setup.recomputes),
+    }
     return Work((contender(1), contender(_NUM_DEVICES)), {**setup.params, **params}, num_runs=1)
 
 

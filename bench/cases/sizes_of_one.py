@@ -59,7 +59,7 @@ def _prepare(device: Device) -> Work:
             Contender(name, one.step, functools.partial(check, one))
             for name, one in (("engine", without), ("engine, sizes of 1", with_ones))
         ]
-        params = {"model": model.name, "tokens": tokens, "dtype": dtype_name(dtype)}
+        params: dict[str, int | float | str] = {"model": model.name, "tokens": tokens, "dtype": dtype_name(dtype)}
         return Work(tuple(contenders), params, close=engines.pop_all().close)
 
 
