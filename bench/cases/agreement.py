@@ -26,30 +26,30 @@ _IN_A_BLOCK = 12
 rotation, attention, and two sums."""
 _WORST = 6.0
 _FLOAT8_UNIT = 2.0**-4
-"""Of e4m3, whose mantissa has three bits."""
+"""The unit of e4m3, whose mantissa has three bits."""
 _FLOAT8_OPERANDS = 8
-"""Of the four products of a block, one after the other."""
+"""Two of each of the four products of a block, which come one after the other."""
 
 
-class Learned(NamedTuple):
-    """What a step computed, in numbers that any defect of its exchanges changes."""
+class StepNumbers(NamedTuple):
+    """Numbers that a contender computed, which any defect of its exchanges changes."""
 
     logprob_T: Tensor
-    """Of each token, after all steps, on the host; 0 of the first one of each sequence."""
+    """The log-prob of each token after all steps, on the host; 0 of the first one of each sequence."""
     grad_norm: float
-    """Of the first step, before it is clipped."""
+    """The norm of the first step's gradients, before they are clipped."""
 
 
 class Tolerance(NamedTuple):
     """Relative errors of two computations; but for ``norm`` as a root mean square."""
 
     state: float
-    """Of a token's last hidden state."""
+    """The error of a token's last hidden state."""
     sums: float
-    """Of the sums that are in float32 whatever else is computed in."""
+    """The error of sums, which are in float32 whatever else is computed in."""
     norm: float
-    """At most, of the norm of gradients: of a forward, one more where blocks are recomputed, a backward, and the sum of
-    squares."""
+    """The largest error of the norm of gradients, which takes a forward, one more where blocks are recomputed, a
+    backward, and a sum of squares."""
 
 
 def tolerance(model: ModelShape, dtype: torch.dtype, longest: int, *, float8: bool = False) -> Tolerance:
@@ -74,7 +74,7 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def expect_same(found: Learned, expected: Learned, allowed: Tolerance) -> None:
+def expect_same(found: StepNumbers, expected: StepNumbers, allowed: Tolerance) -> None:
     """Raise AssertionError unless the two are as near as ``allowed``.
 
     The spread of log-probabilities is that of logits, which are in proportion to a token's state.
@@ -100,7 +100,7 @@ def _of_logprobs(found_T: Tensor, expected_T: Tensor, allowed: Tolerance) -> Ite
         )
 
 
-def _of_norms(found: Learned, expected: Learned, limit: float) -> Iterator[str]:
+def _of_norms(found: StepNumbers, expected: StepNumbers, limit: float) -> Iterator[str]:
     apart = abs(found.grad_norm / expected.grad_norm - 1)
     if not apart <= limit:
         yield (

@@ -19,7 +19,7 @@ from rlcore.errors import UnsupportedError
 
 _NUM_DEVICES = 2
 _LAYERS = 6
-"""Of 48: parameters, gradients and optimizer states of so many take 35 GB of each device."""
+"""The model has 48; parameters, gradients and optimizer states of so many take 35 GB of each device."""
 _LENGTH, _PER_DEVICE = 1024, 8
 """Tokens of a sequence, and sequences of each device."""
 _HOST_LENGTH = 32

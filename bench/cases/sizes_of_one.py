@@ -26,7 +26,7 @@ _TOKENS, _HOST_TOKENS = 4096, 256
 _SEQUENCES = 8
 
 
-class _Trainer:
+class _SteppedEngine:
     """An engine on one device, and what it scored before it was trained."""
 
     def __init__(self, engine: TrainEngine, batch: Batch) -> None:
@@ -45,11 +45,11 @@ def _prepare(device: Device) -> Work:
     batch = packed_batch(model.vocabulary, [tokens // _SEQUENCES] * _SEQUENCES, seed=0)
     engines = ExitStack()
 
-    def trainer(**sizes: int) -> _Trainer:
+    def trainer(**sizes: int) -> _SteppedEngine:
         engine = engines.enter_context(TrainEngine(policy(model, dtype, device.type)))
-        return _Trainer(engine.build(devices=device.name, compute_dtype=dtype_name(dtype), **sizes), batch)
+        return _SteppedEngine(engine.build(devices=device.name, compute_dtype=dtype_name(dtype), **sizes), batch)
 
-    def check(one: _Trainer, metrics: Mapping[str, float]) -> None:
+    def check(one: _SteppedEngine, metrics: Mapping[str, float]) -> None:
         expect(torch.equal(one.logprob_T, without.logprob_T), "log-probs are not those of the engine without sizes")
         expect(metrics["num_tokens"] == tokens - _SEQUENCES, f"{metrics['num_tokens']} tokens were trained on")
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Contender, Quantity
-from rlcore.bench.cases.agreement import Learned, Tolerance, expect_same
+from rlcore.bench.cases.agreement import StepNumbers, Tolerance, expect_same
 from rlcore.bench.cases.models import ModelShape, drawn, policy, transformers_class
 from rlcore.bench.cases.workers import BenchWorker, ask_each, worker_processes
 from rlcore.device import Device
@@ -59,7 +59,7 @@ class Setup(NamedTuple):
 class StepTimes(NamedTuple):
     """The steps of one contender."""
 
-    learned: Learned
+    numbers: StepNumbers
     seconds: list[float]
     """The seconds of each step after those that warm up."""
     first_s: float
@@ -119,7 +119,7 @@ def engine_steps(
         device = get_device(setup.device_names[0])
         is_here = not device.spec.is_host and len(setup.device_names) == 1  # the worker of several is another process
         busy_s = _busy_s(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
-    return StepTimes(Learned(logprob_T, norm), seconds[setup.warm_up :], seconds[0], build_s, peak, busy_s)
+    return StepTimes(StepNumbers(logprob_T, norm), seconds[setup.warm_up :], seconds[0], build_s, peak, busy_s)
 
 
 def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float | None:
@@ -189,7 +189,7 @@ class PlainRank(BenchWorker):
             place_S, logprob_S = self.logprobs(scored, batches[0])
         logprob_T[place_S] = logprob_S
         dist.all_reduce(logprob_T)  # each token is scored by one rank
-        return StepTimes(Learned(logprob_T.cpu(), norm), seconds[setup.warm_up :], seconds[0], build_s, peak)
+        return StepTimes(StepNumbers(logprob_T.cpu(), norm), seconds[setup.warm_up :], seconds[0], build_s, peak)
 
 
 def sharded(
@@ -254,7 +254,7 @@ class Compared:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._first: dict[object, Learned] = {}
+        self._first: dict[object, StepNumbers] = {}
 
     def contender(
         self,
@@ -275,6 +275,6 @@ class Compared:
             return run()
 
         def check(done: StepTimes) -> None:
-            expect_same(done.learned, self._first.setdefault(same, done.learned), allowed)
+            expect_same(done.numbers, self._first.setdefault(same, done.numbers), allowed)
 
         return Contender(name, run_alone, check, seconds=lambda done: done.seconds, quantities=quantities, **options)

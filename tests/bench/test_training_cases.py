@@ -162,7 +162,7 @@ def on_one_device() -> Any:
     """The setup of the case of a long sequence on a host, its batches and the steps of the engine on one device."""
     setup = train_steps.Setup(["cpu:0", "cpu:1"], TINY, torch.float32, tokens=256, warm_up=1, recomputes=True)
     batches = [packed_batch(TINY.vocabulary, [setup.tokens], seed=0)] * 2
-    return setup, batches, train_steps.engine_steps(setup._replace(device_names=["cpu:0"]), batches).learned
+    return setup, batches, train_steps.engine_steps(setup._replace(device_names=["cpu:0"]), batches).numbers
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_defect_of_what_ranks_exchange_is_found(
 ) -> None:
     setup, batches, expected = on_one_device
     monkeypatch.setattr(train_steps, "policy", lambda *args: models.policy(*args, _broken(defect)))
-    found = train_steps.engine_steps(setup, batches, sequence_parallel_size=2).learned
+    found = train_steps.engine_steps(setup, batches, sequence_parallel_size=2).numbers
     allowed = tolerance(TINY, torch.float32, setup.tokens)
     with pytest.raises(AssertionError, match=said) if defect else contextlib.nullcontext():
         expect_same(found, expected, allowed)
@@ -212,7 +212,7 @@ def test_the_loop_of_context_parallelism_trains_on_what_the_engine_does(monkeypa
     batches = [packed_batch(TINY.vocabulary, [setup.tokens], seed=0)] * 2
     engine = train_steps.engine_steps(setup, batches)
     loop = train_steps.plain_steps(parallel._Ring, setup, batches)
-    expect_same(loop.learned, engine.learned, tolerance(TINY, torch.float32, setup.tokens))
+    expect_same(loop.numbers, engine.numbers, tolerance(TINY, torch.float32, setup.tokens))
     assert len(loop.seconds) == len(engine.seconds) == 1
 
 
@@ -231,7 +231,7 @@ def test_the_plain_loop_of_deepspeed_trains_on_what_the_engine_does(
     batches = [packed_batch(TINY.vocabulary, [32] * 8, seed) for seed in range(2)]
     engine = train_steps.engine_steps(setup, batches, executor="deepspeed", stage=stage)
     plain = train_steps.plain_steps({2: zero._ZeroLoop2, 3: zero._ZeroLoop3}[stage], setup, batches, launcher="process")
-    expect_same(plain.learned, engine.learned, tolerance(TINY, torch.float32, 32))
+    expect_same(plain.numbers, engine.numbers, tolerance(TINY, torch.float32, 32))
     assert len(plain.seconds) == len(engine.seconds) == 1
 
 
