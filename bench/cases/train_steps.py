@@ -59,7 +59,7 @@ class Setup(NamedTuple):
 
 
 class DeviceWork(NamedTuple):
-    """What a device did in a time."""
+    """The work of a device in a time."""
 
     busy_s: float
     """The seconds in which it had a kernel or a copy."""
@@ -81,7 +81,7 @@ class StepTimes(NamedTuple):
     peak_bytes: int
     """The peak of the device that held the most, parameters and optimizer states included."""
     seen: DeviceWork | None = None
-    """Of one step; None where nobody looked, or saw a kernel."""
+    """The device's work in one step; None where nobody looked, or saw a kernel."""
 
 
 def _times(
