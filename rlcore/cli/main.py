@@ -56,7 +56,7 @@ _ADVICE = {
     errno.EDQUOT: "free space there, or give a path on another disk",
     errno.ELOOP: "mend its links, or give another path",
 }
-"""What to do about a path that the system refuses."""
+"""Ends the line about a path that the system refuses, by the number of the error."""
 
 app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
 ops = typer.Typer(help="Look at the operators.", **PLAIN)

@@ -24,7 +24,7 @@ from rlcore.trace.phases import MeasuredSteps, public_name
 
 JSON, PAGE = "trace.json", "trace.html"
 _BEGINNINGS = {JSON: b'"args":{"name":"program ', PAGE: b"<title>rlcore trace: "}
-"""What the first thousand bytes hold of the files that a report has written, and of no others."""
+"""Text in the first thousand bytes of the files that a report has written, and of no others."""
 _MOST_ROWS = 12
 _SHORT = 0.001
 """Shares below it are told together."""
