@@ -20,7 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 
-class _Entry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     """The entry of a tensor in the header of a safetensors file."""
 
     shape: list[int]
@@ -185,14 +185,14 @@ def _shapes(file: Path) -> dict[str, list[int]]:
     return {name: entry.shape for name, entry in entries.items()}
 
 
-def _entries(file: Path, header: bytes) -> dict[str, _Entry]:
+def _entries(file: Path, header: bytes) -> dict[str, _HeaderEntry]:
     name = ""
     try:
         found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         found.pop("__metadata__", None)
         entries = {}
         for name, entry in found.items():
-            entries[name] = msgspec.json.decode(entry, type=_Entry)
+            entries[name] = msgspec.json.decode(entry, type=_HeaderEntry)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         of = f" for {name!r:.100}" if name else ""
         raise CheckpointError(f"{file} has a damaged header{of}: {error}; download it again") from error

@@ -92,7 +92,7 @@ def _lanes(source: Path) -> list[LaneSpan]:
 def _of_timeline(file: Path) -> list[LaneSpan]:
     try:
         spans = msgspec.json.decode(file.read_bytes(), type=list[_TimelineSpan])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{file} is no timeline that Timeline.save() wrote: {error}") from error
     return [LaneSpan(one.lane, one.what, round(one.begin_s * 1e9), round(one.end_s * 1e9)) for one in spans]
 
