@@ -484,7 +484,9 @@ def test_medians_are_of_the_clock_that_was_compared() -> None:
 
 def test_runs_are_called_by_their_files_and_by_folders_where_those_are_equal() -> None:
     assert run_names([Path("x/a.json"), Path("b.json")]) == ["a", "b"]
-    assert run_names([Path("x/a.json"), Path("y/a.json")]) == ["x/a", "y/a"]
+    assert run_names([Path("x/a.json"), Path("y/a.json")]) == ["x/a.json", "y/a.json"]
+    assert run_names([Path("a.json"), Path("a.txt")]) == ["a.json", "a.txt"]
+    assert run_names([Path("."), Path("/")]) == [".", "/"]
     with pytest.raises(InvalidInputError, match=r"^x/../b.json is given twice; name each record once$"):
         run_names([Path("b.json"), Path("a.json"), Path("x/../b.json")])
 

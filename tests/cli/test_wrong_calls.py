@@ -46,6 +46,7 @@ USAGE = [
     ("ops explain", "op"),
     ("ops explain linear_loss --hidden-size -1", "'--hidden-size'"),
     ("ops explain linear_loss --hidden-size x", "'--hidden-size'"),
+    ("ops explain linear_loss --hidden-size 0", "'--hidden-size'"),
     ("ops explain linear_loss --vocab-size 0", "'--vocab-size'"),
     ("bench frobnicate", "'frobnicate'"),
     ("bench run --output", "'--output'"),
@@ -106,6 +107,7 @@ USAGE = [
     ("plan --train 2 --lora 8", "it is for a plan of memory, which needs model"),
     ("parity", "folder"),
     ("parity m --sequences 0", "'--sequences'"),
+    ("parity m --sequences 99999999999999", "'--sequences'"),
     ("parity m --temperature nan", "'--temperature'"),
     ("parity m --threshold -1", "'--threshold'"),
     ("parity m --infer-option x", "give name=value, got 'x'"),
@@ -206,6 +208,8 @@ COMMANDS = [
     ("bench compare a.json text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character"),
     ("bench compare a.json empty.json", "empty.json is no rlcore.bench/1 record: Input data was truncated (line 1)"),
     ("bench compare a.json foreign.json", "foreign.json is no rlcore.bench/1 record: Invalid enum value 'asv/2' - at"),
+    ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: Object contains unknown field `a`"),
+    ("bench compare . /", "cannot read the benchmark record .: Is a directory"),
     ("bench compare a.json huge.json", "huge.json has 260 MB; a record has at most 50 MB, so give a record"),
     ("bench compare a.json tiny.json", "tiny.json is no rlcore.bench/1 record: Expected `float` >= 1e-100 - at `$.cas"),
     (
@@ -218,6 +222,8 @@ COMMANDS = [
         "--fail-on-regression takes runs of the same kind of device",
     ),
     ("bench report nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
+    ("bench report deep.json", "deep.json is no rlcore.bench/1 record: Object contains unknown field `a` (line 1)"),
+    ("bench report . /", "cannot read the benchmark record .: Is a directory"),
     ("bench report text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
     ("bench report a.json -o a.json --force", "-o a.json is one of the records; give another file for the page"),
     ("bench report a.json -o b.json", "-o b.json exists; give another file, or --force to replace it"),
@@ -233,6 +239,7 @@ COMMANDS = [
     ("train nowhere.yaml", "cannot read the configuration nowhere.yaml: No such file or directory"),
     ("train mine", "cannot read the configuration mine: Is a directory"),
     ("train bytes.yaml", "bytes.yaml is no YAML: 'utf-8' codec can't decode byte 0xff"),
+    ("train deep.json", "deep.json is no YAML: lists or fields are nested too deeply in it"),
     ("train empty.json", "model is missing; it must be a text that is not empty"),
     ("train train.yaml output=", "output must be a text that is not empty, got None"),
     (
@@ -256,6 +263,7 @@ COMMANDS = [
     ("plan nowhere", "nowhere is no configuration of a model: FileNotFoundError"),
     ("plan wrong", "no model can be made of wrong: RuntimeError: Trying to create tensor with negative dimension -8"),
     ("plan text.json", "text.json is no configuration of a model: JSONDecodeError"),
+    ("plan deep.json", "deep.json is no configuration of a model: RecursionError"),
     ("plan foreign.json", "foreign.json has no model_type; name the config.json of a Hugging Face model"),
     ("plan nowhere.yaml", "cannot read the configuration nowhere.yaml: No such file or directory"),
     ("plan open.yaml", "open.yaml is no YAML: while parsing a flow sequence"),
@@ -514,6 +522,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     )
     (here / "open.yaml").write_text("actor: [1")
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x01")
+    (here / "deep.json").write_text(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}')
     (here / "foreign.json").write_text('{"schema": "asv/2"}')
     with (here / "huge.json").open("wb") as file:
         file.truncate(260_000_000)
