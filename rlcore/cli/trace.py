@@ -119,19 +119,29 @@ def _run(command: list[str], folder: Path, *, records_kernels: bool) -> int:
     """Run the program with a trace in ``folder``; return its exit code.
 
     Raises:
-        InvalidInputError: the folder holds a trace already, or cannot be written.
+        InvalidInputError: the folder holds a trace already, or cannot be written; the program cannot be run.
     """
     if folder.is_dir() and any(folder.glob(TRACE_FILES)):
         raise InvalidInputError(
             f"{folder} holds a trace already; give another --output, or --report {folder} to see it"
         )
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInputError(f"the folder of the trace {folder} cannot be made: {error.strerror}") from error
     environment = os.environ | {"RLCORE_TRACE": str(folder)}
     environment |= {"RLCORE_TRACE_KERNELS": "1"} if records_kernels else {}
-    with subprocess.Popen(command, env=environment) as program, _leaving_signals_to(program):
+    try:
+        started = subprocess.Popen(command, env=environment)
+    except OSError as error:  # such as a script whose first line does not say what runs it
+        for one in made:
+            one.rmdir()
+        raise InvalidInputError(
+            f"{command[0]} cannot be run: {error.strerror}; trace a Python file, a program, or a script that begins "
+            "with a line such as #!/bin/sh"
+        ) from error
+    with started as program, _leaving_signals_to(program):
         code = program.wait()
     return code if code >= 0 else 128 - code
 

@@ -160,6 +160,7 @@ COMMANDS = [
         "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there",
     ),
     ("trace -o text.json true", "the folder of the trace {here}/text.json cannot be made: File exists"),
+    ("trace ./script", "./script cannot be run: Exec format error; trace a Python file, a program, or a script"),
     ("trace --report mine --record nowhere", "cannot read the benchmark record nowhere: No such file or directory"),
     ("devices tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
     ("devices cpu:999", "device 'cpu:999' does not exist; cpu has"),
@@ -511,6 +512,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """A folder of work that nothing may harm."""
     here = tmp_path_factory.mktemp("work")
     (here / "text.json").write_text("hello")
+    (here / "script").write_text("echo hello\n")
+    (here / "script").chmod(0o755)
     (here / "mine").mkdir()
     (here / "mine" / "researcher.py").write_text("years of work")
     for name, record in {"a": a_record(), "b": a_record(2.0), "gpu": a_record(accelerator_model_name="GPU")}.items():
