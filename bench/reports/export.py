@@ -95,7 +95,7 @@ def read_any(path: Path) -> Record:
     """
     try:
         data = json.loads(read_bytes(path))
-    except (ValueError, RecursionError):  # no JSON, or nested too deeply
+    except (ValueError, RecursionError):
         return read(path)  # which says what is wrong with it
     if not isinstance(data, dict) or "benchmarks" not in data:
         return read(path)

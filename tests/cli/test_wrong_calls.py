@@ -21,6 +21,7 @@ from rlcore.bench.case import select_cases
 from rlcore.bench.record import read, write
 from rlcore.cli import main as cli
 from rlcore.compat import areal
+from rlcore.configuration_file import read_configuration
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import RlcoreError
 from rlcore.quickstart.config import QuickstartConfig
@@ -28,6 +29,8 @@ from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.output import RunFolder
 from rlcore.quickstart.policy import policy_class
 from rlcore.settings import Settings
+from rlcore.training.config import TrainConfig
+from rlcore.training.run_folder import TrainFolder
 from rlcore.types import IpcHandle
 from tests.bench.records import a_record
 from tests.rollout.simulated_engine import SimulatedEngine
@@ -209,7 +212,7 @@ COMMANDS = [
     ("bench compare a.json text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character"),
     ("bench compare a.json empty.json", "empty.json is no rlcore.bench/1 record: Input data was truncated (line 1)"),
     ("bench compare a.json foreign.json", "foreign.json is no rlcore.bench/1 record: Invalid enum value 'asv/2' - at"),
-    ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: Object contains unknown field `a`"),
+    ("bench compare a.json nested.json", "nested.json is no rlcore.bench/1 record: Object contains unknown field"),
     ("bench compare . /", "cannot read the benchmark record .: Is a directory"),
     ("bench compare a.json huge.json", "huge.json has 260 MB; a record has at most 50 MB, so give a record"),
     ("bench compare a.json tiny.json", "tiny.json is no rlcore.bench/1 record: Expected `float` >= 1e-100 - at `$.cas"),
@@ -223,7 +226,7 @@ COMMANDS = [
         "--fail-on-regression takes runs of the same kind of device",
     ),
     ("bench report nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
-    ("bench report deep.json", "deep.json is no rlcore.bench/1 record: Object contains unknown field `a` (line 1)"),
+    ("bench report nested.json", "nested.json is no rlcore.bench/1 record: Object contains unknown field `a` (line"),
     ("bench report . /", "cannot read the benchmark record .: Is a directory"),
     ("bench report text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
     ("bench report a.json -o a.json --force", "-o a.json is one of the records; give another file for the page"),
@@ -240,7 +243,6 @@ COMMANDS = [
     ("train nowhere.yaml", "cannot read the configuration nowhere.yaml: No such file or directory"),
     ("train mine", "cannot read the configuration mine: Is a directory"),
     ("train bytes.yaml", "bytes.yaml is no YAML: 'utf-8' codec can't decode byte 0xff"),
-    ("train deep.json", "deep.json is no YAML: lists or fields are nested too deeply in it"),
     ("train empty.json", "model is missing; it must be a text that is not empty"),
     ("train train.yaml output=", "output must be a text that is not empty, got None"),
     (
@@ -264,7 +266,6 @@ COMMANDS = [
     ("plan nowhere", "nowhere is no configuration of a model: FileNotFoundError"),
     ("plan wrong", "no model can be made of wrong: RuntimeError: Trying to create tensor with negative dimension -8"),
     ("plan text.json", "text.json is no configuration of a model: JSONDecodeError"),
-    ("plan deep.json", "deep.json is no configuration of a model: RecursionError"),
     ("plan foreign.json", "foreign.json has no model_type; name the config.json of a Hugging Face model"),
     ("plan nowhere.yaml", "cannot read the configuration nowhere.yaml: No such file or directory"),
     ("plan open.yaml", "open.yaml is no YAML: while parsing a flow sequence"),
@@ -275,6 +276,23 @@ COMMANDS = [
     ("checkpoint verify text.json", "text.json is no folder; give the one that save() or export() wrote"),
     ("bench compare a.json b.json --price a=inf", "--price must be NAME=USD an hour and device, with one of the name"),
     ("bench report a.json a.json", "a.json is given twice; name each record once"),
+    ("train deep.json", "deep.json is no YAML: maximum recursion depth exceeded"),
+    ("train train.yaml data.train=deep.jsonl", "line 1 of deep.jsonl is no JSON: maximum recursion depth exceeded"),
+    ("plan deep.json", "deep.json is no configuration of a model: RecursionError: maximum recursion depth exceeded"),
+    ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: "),
+    ("bench export deep.json", "deep.json is no rlcore.bench/1 record: "),
+    ("trace --report deep.json --picture a.png", "deep.json is no timeline that Timeline.save() wrote: "),
+    ("trace --report a.json --picture text.json", "--picture text.json exists; give another file, or --force to repl"),
+    (
+        "trace -o . true",
+        "{here}/trace.json was not written by rlcore trace, and its report would replace it; give another fol",
+    ),
+    ("quickstart --output theirs", "theirs/run.json cannot be read: it must have the fields"),
+    ("train train.yaml output=unsaved", "unsaved has the metrics of 11 steps and no checkpoint, and one was due after"),
+    (
+        "train train.yaml output=unsaved --resume",
+        "unsaved has the metrics of 11 steps and no checkpoint, and one was due after 10 steps; put unsaved/checkpoint",
+    ),
     ("examples mine", "mine/researcher.py exists; give another folder, or --force to replace the examples in it"),
 ]
 """Command, and how the error begins. Exit code 1."""
@@ -525,8 +543,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     )
     (here / "open.yaml").write_text("actor: [1")
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x01")
-    (here / "deep.json").write_text(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}')
+    (here / "nested.json").write_text(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}')
     (here / "foreign.json").write_text('{"schema": "asv/2"}')
+    (here / "deep.json").write_text("[" * 100_000)
+    (here / "deep.jsonl").write_text("[" * 100_000)
+    (here / "trace.json").write_text("years of work")
     with (here / "huge.json").open("wb") as file:
         file.truncate(260_000_000)
     tiny = json.loads((here / "a.json").read_bytes())
@@ -541,6 +562,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
             run.append({"step": step, "reward": 0.5})
         run.checkpoint.mkdir()
         (run.checkpoint / "manifest.json").write_text("{}")
+    (here / "theirs").mkdir()
+    (here / "theirs" / "run.json").write_text('{"name": "years of work"}')
+    with TrainFolder(
+        read_configuration(here / "train.yaml", [f"output={here / 'unsaved'}"], TrainConfig), resume=False
+    ) as train:
+        train.begin()
+        train.append("metrics", [{"step": step} for step in range(12)])
     shutil.copytree(here / "run", here / "damaged")
     (here / "damaged" / "run.json").write_text("hello")
     return here
