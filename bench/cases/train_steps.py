@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 _TIMEOUT_S = 600.0
 _ROWS = 1024
 """Rows whose logits are in float32 at a time."""
+_SHORT_US = 5.0
+"""A gap between two kernels in which no host, it is taken, would launch the second."""
 
 Batch = Mapping[str, Tensor]
 
@@ -56,6 +58,17 @@ class Setup(NamedTuple):
         return {"model": self.model.name, "tokens": self.tokens, "dtype": dtype_name(self.dtype)}
 
 
+class DeviceWork(NamedTuple):
+    """The work of a device in a time."""
+
+    busy_s: float
+    """The seconds in which it had a kernel or a copy."""
+    launches: float
+    """The number of these."""
+    between_s: float
+    """The seconds without, in gaps of less than ``_SHORT_US``: the next one was queued, and the host is not late."""
+
+
 class StepTimes(NamedTuple):
     """The steps of one contender."""
 
@@ -67,8 +80,8 @@ class StepTimes(NamedTuple):
     build_s: float
     peak_bytes: int
     """The peak of the device that held the most, parameters and optimizer states included."""
-    busy_s: float | None = None
-    """The seconds of a step in which the device had a kernel or a copy; None where nobody looked, or saw one."""
+    seen: DeviceWork | None = None
+    """The device's work in one step; None where nobody looked, or saw a kernel."""
 
 
 def _times(
@@ -97,7 +110,7 @@ def engine_steps(
     """Take the steps of a train engine.
 
     Args:
-        tells_busy: find ``busy_s`` in two more steps, where the worker of an accelerator is in this process.
+        tells_busy: find ``seen`` in two more steps, where the worker of an accelerator is in this process.
         options: those of the engine's ``build()``.
     """
     started = time.perf_counter()
@@ -118,27 +131,35 @@ def engine_steps(
         logprob_T = engine.forward_logprobs(batches[0], max_tokens_per_micro_batch=setup.tokens)
         device = get_device(setup.device_names[0])
         is_here = not device.spec.is_host and len(setup.device_names) == 1  # the worker of several is another process
-        busy_s = _busy_s(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
-    return StepTimes(StepNumbers(logprob_T, norm), seconds[setup.warm_up :], seconds[0], build_s, peak, busy_s)
+        seen = _work_seen(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
+    return StepTimes(StepNumbers(logprob_T, norm), seconds[setup.warm_up :], seconds[0], build_s, peak, seen)
 
 
-def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float | None:
-    """Return the seconds of each of these steps in which the device had a kernel or a copy; None if nobody saw it."""
+def _work_seen(device: Device, steps: Sequence[Callable[[], object]]) -> DeviceWork | None:
+    """Return the device's work in one of these steps, their mean; None if nobody saw any."""
     device.synchronize()
     with torch.profiler.profile(acc_events=True) as seen:
         for step in steps:
             step()
         device.synchronize()
-    ranges = sorted(
+    found = work_of(
         (event.time_range.start, event.time_range.end)
         for event in seen.events() or ()
         if event.device_type.name != "CPU" and not event.is_user_annotation
     )
-    busy_us, reached = 0.0, 0.0
+    return DeviceWork(*(value / len(steps) for value in found)) if found.launches else None
+
+
+def work_of(ranges_us: Iterable[tuple[float, float]]) -> DeviceWork:
+    """Return the work of kernels and copies that begin and end at these microseconds."""
+    ranges = sorted(ranges_us)
+    busy_us, between_us, reached = 0.0, 0.0, ranges[0][0] if ranges else 0.0
     for start, end in ranges:
+        gap_us = max(0.0, start - reached)
+        between_us += gap_us * (gap_us < _SHORT_US)
         busy_us += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy_us / 1e6 / len(steps) if ranges else None
+    return DeviceWork(busy_us / 1e6, len(ranges), between_us / 1e6)
 
 
 # ----------------------------------------------------------------------------------------------- plain loops

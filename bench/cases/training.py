@@ -209,9 +209,14 @@ def _quantities(done: StepTimes, tokens: int, flops: float, *, is_counted: bool)
         "first_step": Quantity(done.first_s, "s"),
         "build": Quantity(done.build_s, "s"),
     }
-    if done.busy_s is not None:
-        beyond_s = statistics.median(done.seconds) - done.busy_s
-        found |= {"device_busy": Quantity(done.busy_s, "s"), "beyond_device": Quantity(max(_LEAST_S, beyond_s), "s")}
+    if (seen := done.seen) is not None:
+        beyond_s = statistics.median(done.seconds) - seen.busy_s
+        found |= {
+            "device_busy": Quantity(seen.busy_s, "s"),
+            "beyond_device": Quantity(max(_LEAST_S, beyond_s), "s"),
+            "between_launches": Quantity(max(_LEAST_S, seen.between_s), "s"),
+            "launches": Quantity(seen.launches, "launch"),
+        }
     return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
 
 

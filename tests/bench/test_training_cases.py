@@ -93,7 +93,14 @@ def test_one_long_sequence_is_also_that_of_one_device() -> None:
 
 
 def test_a_device_of_which_the_profiler_tells_nothing_is_not_idle() -> None:
-    assert train_steps._busy_s(get_device("cpu"), [lambda: torch.ones(2)]) is None
+    assert train_steps._work_seen(get_device("cpu"), [lambda: torch.ones(2)]) is None
+
+
+def test_gaps_between_queued_kernels_are_told_from_those_in_which_the_host_is_late() -> None:
+    overlapping, queued, late = [(10.0, 20.0), (12.0, 15.0)], (22.0, 30.0), (130.0, 131.0)
+    work = train_steps.work_of([late, *overlapping, queued])
+    assert work == pytest.approx((19e-6, 4, 2e-6))
+    assert train_steps.work_of([]) == (0.0, 0, 0.0)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.batch import to_packed
 from rlcore.engines.executors import step as train_step
 from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
 from rlcore.engines.executors.step import _accumulate
@@ -26,6 +27,7 @@ from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from tests.counts import Counts
 
 from .plain_training import assert_metrics
 from .train_policy import policy_gradient, truth_of
@@ -45,6 +47,16 @@ def batch() -> dict[str, Tensor]:
         "advantages": torch.linspace(-1, 1, total),
         WEIGHT: weight_T,
     }
+
+
+def test_a_padded_batch_is_packed_without_what_wakes_every_thread_of_the_host() -> None:
+    mask_NL = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids_NL = torch.arange(mask_NL.numel()).view(mask_NL.shape)
+    with Counts() as counts:
+        packed = to_packed({"input_ids": ids_NL, "attention_mask": mask_NL, "advantages": torch.arange(5.0)})
+    assert packed["input_ids"].tolist() == ids_NL[mask_NL].tolist()
+    assert packed["advantages"].tolist() == [float(row) for row, length in enumerate(LENGTHS) for _ in range(length)]
+    assert not {"index", "repeat_interleave"} & counts.launches.keys()
 
 
 def parts_on(device: Any, max_tokens: int) -> list[MicroBatch]:
