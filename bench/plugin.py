@@ -10,9 +10,9 @@ from pathlib import Path
 from rlcore.hookspecs import RegisterBenchmark, hookimpl
 
 _MODULES = (
-    "attention", "collectives", "dispatch", "ipc", "kernel_scans", "kernels",
-    "materialize", "memory", "offload", "parallel", "product", "quickstart", "reinforcement", "startup",
-    "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers", "zero",
+    "attention", "collectives", "dispatch", "experts", "ipc", "kernel_scans", "kernels",
+    "materialize", "memory", "offload", "parallel", "product", "quickstart", "reinforcement",
+    "sizes_of_one", "startup", "trainer_offload", "training", "weight_sync", "weight_sync_copies", "workers", "zero",
 )  # fmt: skip
 PEERS = Path(__file__).parent / "cases" / "peers"
 """The folder of what needs vLLM, Liger, TRL, flash-attn and the like."""

@@ -312,7 +312,7 @@ def read(path: Path) -> Record:
     data = read_bytes(path)
     try:
         return _without_repeats(msgspec.json.decode(data, type=Record))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         is_of_another = "enum value 'rlcore.bench/" in str(error)
         advice = "; another version of rlcore wrote it, and reads it" if is_of_another else ""
         raise BenchError(f"{path} is no {SCHEMA} record: {error} (line {_line(data, error)}){advice}") from error

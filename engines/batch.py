@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import LIST, takes
+from rlcore.engines.rank_batch import repeat
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.packing import pack
@@ -174,7 +175,7 @@ def _per_token(name: str, value: Tensor, lengths_N: Tensor) -> Tensor:
     if value.shape == (num_tokens,):
         return value
     if value.shape == (num_sequences,):
-        return value.repeat_interleave(lengths_N)
+        return value.index_select(0, repeat(torch.arange(num_sequences), lengths_N))
     if value.ndim == 0:
         return value.expand(num_tokens)
     raise InvalidInputError(

@@ -84,7 +84,12 @@ def rank_batches(
     for own_sequences in parts:
         sequences = own_sequences if companion is None else torch.cat([own_sequences, companion])
         cu_local, token_T = tokens_of(cu_seqlens, sequences)
-        own = {name: value_T.index_select(0, token_T) for name, value_T in packed.items() if name != "cu_seqlens"}
+        is_whole = len(parts) == 1  # micro-batches are copies, this need not be one
+        own = {
+            name: value_T if is_whole else value_T.index_select(0, token_T)
+            for name, value_T in packed.items()
+            if name != "cu_seqlens"
+        }
         own["cu_seqlens"] = cu_local.to(torch.int32)
         shared = RankBatch(
             own,

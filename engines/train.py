@@ -269,8 +269,8 @@ class TrainEngine(CheckpointedEngine):
             ``loss``, ``grad_norm`` (before clipping), ``num_tokens``, ``lr/<optimizer>`` and the loss's statistics.
             Of a batch with the sampler's log-probs (``rollout_logprobs``, or else ``old_logprobs``) also
             ``mismatch/mean``, ``/p99``, ``/bias`` and ``/effective_sample_size``: how far the trainer's are from them.
-            Of a batch with ``routed_experts``, which the model's routers take instead of their own,
-            ``expert_load/max_over_mean`` and ``/entropy``.
+            Of a mixture of experts ``expert_load/max_over_mean``, ``/entropy`` and ``/unused``. With ``routed_experts``
+            in the batch its routers take those instead of their own.
 
         Raises:
             InvalidInputError: token ids outside the vocabulary, a NaN on a token that is trained on, or a
@@ -318,7 +318,7 @@ class TrainEngine(CheckpointedEngine):
         Arguments are those of ``train_batch``. Optimizer and gradients may be away.
 
         Returns:
-            ``loss``, ``num_tokens`` and the loss's statistics.
+            ``loss``, ``num_tokens``, the loss's statistics, and those of the sampler's log-probs and of experts.
         """
         self._require("weights", "eval_batch()")
         options = LossOptions(

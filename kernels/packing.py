@@ -55,8 +55,11 @@ def pack(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
     is_token_NL = mask != 0
     edges_N = torch.nn.functional.pad(is_token_NL.sum(1).cumsum(0), (1, 0))
+    # Once for all entries, and by this thread alone: values[is_token_NL] would wake every thread of a host for each,
+    # and on a device wait for it each time.
+    token_T = is_token_NL.flatten().nonzero().squeeze(1)
     packed = {
-        name: values[is_token_NL] if values.dim() > 1 else values
+        name: values.flatten(0, 1).index_select(0, token_T.to(values.device)) if values.dim() > 1 else values
         for name, values in batch.items()
         if name != "attention_mask"
     }

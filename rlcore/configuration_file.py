@@ -81,7 +81,7 @@ def _parsed(text: str) -> Any:
     yaml = _yaml()
     try:
         return yaml.load(text, _loader(yaml))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: such as of a date in month 13
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as of a date in month 13
         raise ValueError(" ".join(str(error).replace('"<unicode string>", ', "").split())) from error
 
 

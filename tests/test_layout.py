@@ -119,7 +119,7 @@ ROOMS = {
     "rlcore": (
         ("cli.console", "cli.inventory"),
         ("conformance", "doctor", "integrations", "rollout", "trace"),
-        ("configuration_file", "chaos", "quickstart"),
+        ("configuration_file", "step_log", "chaos", "quickstart"),
         ("compat", "parity", "training"),
         ("planning",),
         ("cli", "__main__"),

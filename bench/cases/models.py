@@ -69,6 +69,10 @@ class ModelShape:
         attention = 2 * self.hidden * (self.q + self.kv)
         return self.layers * (attention + 3 * self.hidden * self.inner) + self.hidden * self.vocabulary
 
+    @property
+    def experts_of_token(self) -> int:
+        return min(_ACTIVE_EXPERTS, self.experts)
+
     def divided(self, by: int) -> ModelShape:
         """Divide every width by ``by``; layers, heads and experts stay as many."""
         widths = {name: getattr(self, name) // by for name in ("vocabulary", "hidden", "inner", "head_size")}
@@ -86,7 +90,7 @@ class ModelShape:
             "moe_intermediate_size": self.inner,
             "head_dim": self.head_size,
             "num_experts": self.experts,
-            "num_experts_per_tok": min(_ACTIVE_EXPERTS, self.experts),
+            "num_experts_per_tok": self.experts_of_token,
         }
         return transformers_class(self.class_name.replace("ForCausalLM", "Config"))(
             architectures=[self.class_name],
@@ -111,6 +115,7 @@ QWEN_7B = ModelShape("qwen2.5-7b", 3584, 18_944, 28, 28, 4, 152_064)
 QWEN_30B_A3B = ModelShape("qwen3-30b-a3b", 2048, 768, 48, 32, 4, 151_936, experts=128)
 TINY = ModelShape("qwen2-tiny", 128, 512, 2, 2, 2, 512, head_size=64, is_tied=True)
 """Where the device is a host."""
+TINY_EXPERTS = ModelShape("qwen3-moe-tiny", 128, 64, 2, 4, 2, 512, head_size=32, experts=16)
 
 
 class _DrawnTensor:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.cases.agreement import tolerance
 from rlcore.bench.cases.models import QWEN_0_5B, TINY, packed_batch
 from rlcore.bench.cases.train_steps import (
     Batch,
@@ -29,6 +30,7 @@ from rlcore.bench.cases.train_steps import (
     StepTimes,
     clipped_gain,
     engine_steps,
+    logprob_of,
     plain_steps,
     sharded,
 )
@@ -43,7 +45,8 @@ _ROWS = 4096
 
 
 class _Scored(nn.Module):
-    """A causal language model with attention around the ring, that gives the sum of a policy loss over its rows."""
+    """A causal language model with attention around the ring, that gives the sum of a policy loss over its rows, or
+    without ``per_token`` the log-probability of each."""
 
     def __init__(self, model: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface  # an extra
@@ -54,11 +57,16 @@ class _Scored(nn.Module):
         model.config._attn_implementation_internal = "rlcore_bench_ring"
         self.model = model
 
-    def forward(self, input_ids: Tensor, positions: Tensor, targets: Tensor, per_token: tuple[Tensor, ...]) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, targets: Tensor, per_token: tuple[Tensor, ...] | None = None
+    ) -> Tensor:
         hidden_TH = self.model.model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state[0]
         weight = self.model.lm_head.weight
-        rows = (hidden_TH, targets[0], *(one[0] for one in per_token))
-        chunks = zip(*(one.split(_ROWS) for one in rows), strict=True)
+        if per_token is None:
+            rows = zip(torch.split(hidden_TH, _ROWS), torch.split(targets[0], _ROWS), strict=True)
+            return torch.cat([logprob_of(nn.functional.linear(some, weight), right) for some, right in rows])
+        all_rows = (hidden_TH, targets[0], *(one[0] for one in per_token))
+        chunks = zip(*(one.split(_ROWS) for one in all_rows), strict=True)
         return torch.stack([checkpoint(_ppo, weight, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
 
@@ -92,6 +100,13 @@ class _Ring(PlainRank):
             (loss * dist.get_world_size()).backward()  # FSDP takes the mean
         return loss.detach()[None]  # type: ignore[no-any-return]
 
+    def logprobs(self, scored: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        own = self._tokens(batch)
+        with context_parallel(self._mesh, buffers=list(own.values()), buffer_seq_dims=[1] * len(own)):
+            logprob_T = scored(own["input_ids"], own["positions"], own["targets"])
+            scores_T = own["share"][0] > 0
+            return own["positions"][0][scores_T] + 1, logprob_T[scores_T]
+
     def _tokens(self, batch: Batch) -> dict[str, Tensor]:
         """Return the whole sequence on this rank's device; ``context_parallel`` cuts it in place."""
         count = len(batch["input_ids"])
@@ -121,7 +136,7 @@ def _prepare(tokens: int, device: Device) -> Work:
     )
     shared.model.config()  # transformers is there
     batches = [packed_batch(shared.model.vocabulary, [shared.tokens], seed=0)] * (_WARM_UP + _STEPS)
-    compared = Compared(device)
+    compared, allowed = Compared(device), tolerance(shared.model, shared.dtype, shared.tokens)
 
     def contender(name: str, steps: Callable[..., StepTimes], number: int = _NUM_DEVICES) -> Contender:
         setup = shared._replace(device_names=shared.device_names[:number])
@@ -129,6 +144,7 @@ def _prepare(tokens: int, device: Device) -> Work:
             name,
             lambda: steps(setup, batches),
             lambda done: {} if is_host else {"peak_memory": Quantity(done.peak_bytes, "B")},
+            allowed,
             params={"devices": number},
         )
 
@@ -139,10 +155,8 @@ def _prepare(tokens: int, device: Device) -> Work:
     if not is_host:  # torch's ring attention has no kernel of a host
         contenders.append(contender("torch context parallel", functools.partial(plain_steps, _Ring)))
     if tokens < _LONGEST:
-        contenders += [
-            engine("engine, tensor parallel", tensor_parallel_size=_NUM_DEVICES),
-            engine("engine on one device"),
-        ]
+        contenders.append(engine("engine, tensor parallel", tensor_parallel_size=_NUM_DEVICES))
+    contenders.append(engine("engine on one device"))
     return Work(tuple(contenders), {**shared.params, "recompute": str(shared.recomputes)}, num_runs=1)
 
 
@@ -153,6 +167,7 @@ cases = tuple(
         functools.partial(_prepare, tokens),
         effort="full",
         estimate_s=60.0,
+        device_estimate_s=60.0 if tokens < _LONGEST else 110.0,
     )
     for tokens in (32_768, _LONGEST)
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from rlcore.bench.case import Contender, Quantity, expect
+from rlcore.bench.case import Contender, Quantity
+from rlcore.bench.cases.agreement import StepNumbers, Tolerance, expect_same
 from rlcore.bench.cases.models import ModelShape, drawn, policy, transformers_class
 from rlcore.bench.cases.workers import BenchWorker, ask_each, worker_processes
 from rlcore.device import Device
@@ -30,8 +31,10 @@ from rlcore.tensor_data import dtype_name
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 _TIMEOUT_S = 600.0
-_TOLERANCE = 2e-2
-"""Between two losses of bfloat16 models, in nats a token: advantages are of the order of 1."""
+_ROWS = 1024
+"""Rows whose logits are in float32 at a time."""
+_SHORT_US = 5.0
+"""A gap between two kernels in which no host, it is taken, would launch the second."""
 
 Batch = Mapping[str, Tensor]
 
@@ -55,11 +58,21 @@ class Setup(NamedTuple):
         return {"model": self.model.name, "tokens": self.tokens, "dtype": dtype_name(self.dtype)}
 
 
+class DeviceWork(NamedTuple):
+    """The work of a device in a time."""
+
+    busy_s: float
+    """The seconds in which it had a kernel or a copy."""
+    launches: float
+    """The number of these."""
+    between_s: float
+    """The seconds without, in gaps of less than ``_SHORT_US``: the next one was queued, and the host is not late."""
+
+
 class StepTimes(NamedTuple):
     """The steps of one contender."""
 
-    loss: float
-    """The loss of the first step."""
+    numbers: StepNumbers
     seconds: list[float]
     """The seconds of each step after those that warm up."""
     first_s: float
@@ -67,25 +80,28 @@ class StepTimes(NamedTuple):
     build_s: float
     peak_bytes: int
     """The peak of the device that held the most, parameters and optimizer states included."""
-    busy_s: float | None = None
-    """The seconds of a step in which the device had a kernel or a copy; None where nobody looked, or saw one."""
+    seen: DeviceWork | None = None
+    """The device's work in one step; None where nobody looked, or saw a kernel."""
 
 
 def _times(
     setup: Setup, step: Callable[[Batch], float], batches: Sequence[Batch], reset_peak: Callable[[], object]
-) -> tuple[float, list[float], float]:
-    """Return the first three of ``StepTimes``; a step ends when its metrics are there.
+) -> tuple[float, list[float]]:
+    """Return the first norm of gradients, and the seconds of all steps; a step ends when its metrics are there.
 
     Work of the optimizer that is still queued then counts in the next step.
+
+    Args:
+        step: returns the norm of gradients.
     """
-    losses, seconds = [], []
+    norms, seconds = [], []
     for number, batch in enumerate(batches):
         if number == setup.warm_up:
             reset_peak()
         started = time.perf_counter()
-        losses.append(step(batch))
+        norms.append(step(batch))
         seconds.append(time.perf_counter() - started)
-    return losses[0], seconds[setup.warm_up :], seconds[0]
+    return norms[0], seconds
 
 
 def engine_steps(
@@ -94,7 +110,7 @@ def engine_steps(
     """Take the steps of a train engine.
 
     Args:
-        tells_busy: find ``busy_s`` in two more steps, where the worker of an accelerator is in this process.
+        tells_busy: find ``seen`` in two more steps, where the worker of an accelerator is in this process.
         options: those of the engine's ``build()``.
     """
     started = time.perf_counter()
@@ -108,33 +124,42 @@ def engine_steps(
         loss_fn = ppo_clip(clip_low=CLIP_LOW, clip_high=CLIP_HIGH)
 
         def step(batch: Batch) -> float:
-            return engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=setup.tokens)["loss"]
+            return engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=setup.tokens)["grad_norm"]
 
-        times = _times(setup, step, batches, lambda: engine.call("reset_peak"))
+        norm, seconds = _times(setup, step, batches, lambda: engine.call("reset_peak"))
         peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
+        logprob_T = engine.forward_logprobs(batches[0], max_tokens_per_micro_batch=setup.tokens)
         device = get_device(setup.device_names[0])
         is_here = not device.spec.is_host and len(setup.device_names) == 1  # the worker of several is another process
-        busy_s = _busy_s(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
-    return StepTimes(*times, build_s, peak, busy_s)
+        seen = _work_seen(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
+    return StepTimes(StepNumbers(logprob_T, norm), seconds[setup.warm_up :], seconds[0], build_s, peak, seen)
 
 
-def _busy_s(device: Device, steps: Sequence[Callable[[], object]]) -> float | None:
-    """Return the seconds of each of these steps in which the device had a kernel or a copy; None if nobody saw it."""
+def _work_seen(device: Device, steps: Sequence[Callable[[], object]]) -> DeviceWork | None:
+    """Return the device's work in one of these steps, their mean; None if nobody saw any."""
     device.synchronize()
     with torch.profiler.profile(acc_events=True) as seen:
         for step in steps:
             step()
         device.synchronize()
-    ranges = sorted(
+    found = work_of(
         (event.time_range.start, event.time_range.end)
         for event in seen.events() or ()
         if event.device_type.name != "CPU" and not event.is_user_annotation
     )
-    busy_us, reached = 0.0, 0.0
+    return DeviceWork(*(value / len(steps) for value in found)) if found.launches else None
+
+
+def work_of(ranges_us: Iterable[tuple[float, float]]) -> DeviceWork:
+    """Return the work of kernels and copies that begin and end at these microseconds."""
+    ranges = sorted(ranges_us)
+    busy_us, between_us, reached = 0.0, 0.0, ranges[0][0] if ranges else 0.0
     for start, end in ranges:
+        gap_us = max(0.0, start - reached)
+        between_us += gap_us * (gap_us < _SHORT_US)
         busy_us += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return busy_us / 1e6 / len(steps) if ranges else None
+    return DeviceWork(busy_us / 1e6, len(ranges), between_us / 1e6)
 
 
 # ----------------------------------------------------------------------------------------------- plain loops
@@ -149,16 +174,20 @@ class PlainRank(BenchWorker):
         """Return what ``step`` takes; ``sharded`` makes it for FSDP2."""
         raise NotImplementedError
 
-    def step(self, scored: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-        """Take a step, and return this rank's metrics to be summed over the ranks, the loss first."""
+    def step(self, scored: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[Tensor, Tensor | float]:
+        """Take a step. Return this rank's metrics to be summed over the ranks, and the norm of all gradients."""
         metrics = self.backward(scored, batch)
-        torch.nn.utils.clip_grad_norm_(scored.parameters(), 1.0)
+        norm: Any = torch.nn.utils.clip_grad_norm_(scored.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return metrics
+        return metrics, norm.full_tensor()
 
     def backward(self, scored: nn.Module, batch: Batch) -> Tensor:
         """Run forward and backward, and return the metrics of ``step``."""
+        raise NotImplementedError
+
+    def logprobs(self, scored: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the tokens that this rank scores, by their places in the batch, and their log-probabilities."""
         raise NotImplementedError
 
     def run(self, setup: Setup, batches: Sequence[Batch]) -> StepTimes:
@@ -169,12 +198,19 @@ class PlainRank(BenchWorker):
         build_s = time.perf_counter() - started
 
         def step(batch: Batch) -> float:
-            metrics = self.step(scored, optimizer, batch)
+            metrics, norm = self.step(scored, optimizer, batch)
             dist.all_reduce(metrics)
-            return float(metrics[0])
+            metrics.tolist()  # as a loop that prints them
+            return float(norm)
 
-        times = _times(setup, step, batches, self.device.memory.reset_peak)
-        return StepTimes(*times, build_s, self.device.memory.stats().peak_allocated_bytes)
+        norm, seconds = _times(setup, step, batches, self.device.memory.reset_peak)
+        peak = self.device.memory.stats().peak_allocated_bytes
+        logprob_T = torch.zeros(len(batches[0]["input_ids"]), device=self.device.torch_device)
+        with torch.no_grad():
+            place_S, logprob_S = self.logprobs(scored, batches[0])
+        logprob_T[place_S] = logprob_S
+        dist.all_reduce(logprob_T)  # each token is scored by one rank
+        return StepTimes(StepNumbers(logprob_T.cpu(), norm), seconds[setup.warm_up :], seconds[0], build_s, peak)
 
 
 def sharded(
@@ -215,6 +251,12 @@ def clipped_gain(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
     return torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
 
 
+def logprob_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of each row's target in float32, from a few rows' logits at a time."""
+    rows = zip(torch.split(logits, _ROWS), torch.split(targets, _ROWS), strict=True)
+    return torch.cat([-nn.functional.cross_entropy(some.float(), right, reduction="none") for some, right in rows])
+
+
 def plain_steps(
     rank_class: type[PlainRank], setup: Setup, batches: Sequence[Batch], launcher: str | None = None
 ) -> StepTimes:
@@ -229,20 +271,20 @@ def plain_steps(
 
 
 class Compared:
-    """Makes the contenders of a case. Those that train on the same tokens have to begin with the same loss."""
+    """Makes the contenders of a case. Those that train on the same tokens have to learn the same."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._first_losses: dict[object, float] = {}
+        self._first: dict[object, StepNumbers] = {}
 
     def contender(
         self,
         name: str,
         run: Callable[[], StepTimes],
         quantities: Callable[[StepTimes], Mapping[str, Quantity]],
+        allowed: Tolerance,
         *,
         same: object = None,
-        tolerance: float = _TOLERANCE,
         **options: Any,
     ) -> Contender:
         """Return one; ``same`` is equal for those of the same tokens, ``options`` are those of ``Contender``."""
@@ -254,7 +296,6 @@ class Compared:
             return run()
 
         def check(done: StepTimes) -> None:
-            expected = self._first_losses.setdefault(same, done.loss)
-            expect(abs(done.loss - expected) <= tolerance, f"the loss is {done.loss}, and elsewhere {expected}")
+            expect_same(done.numbers, self._first.setdefault(same, done.numbers), allowed)
 
         return Contender(name, run_alone, check, seconds=lambda done: done.seconds, quantities=quantities, **options)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.cases.agreement import tolerance
 from rlcore.bench.cases.models import QWEN_1_5B, QWEN_7B, TINY, ModelShape, packed_batch
 from rlcore.bench.cases.train_steps import (
     Batch,
@@ -28,6 +29,7 @@ from rlcore.bench.cases.train_steps import (
     StepTimes,
     clipped_gain,
     engine_steps,
+    logprob_of,
     plain_steps,
     sharded,
 )
@@ -48,8 +50,6 @@ _UNEVEN = (
 )
 """Lengths that come to as many tokens; those on a host are a part of them."""
 _WARM_UP, _STEPS = 3, 6
-_FLOAT8_TOLERANCE = 1e-1
-"""Between two losses where one model multiplies in float8, whose mantissa has three bits and not seven."""
 
 
 class _PackedLogits(nn.Module):
@@ -90,11 +90,20 @@ class _Plain(PlainRank):
         (loss * dist.get_world_size()).backward()  # type: ignore[no-untyped-call]  # FSDP takes the mean
         return torch.stack([loss.detach(), entropy])
 
+    def logprobs(self, scored: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        tokens, rows = self._tokens(batch), torch.cat([torch.arange(*one) for one in self._own(batch)])
+        logprob_T = logprob_of(scored(tokens["input_ids"], tokens["cu_seqlens"]), tokens["targets"])
+        scores_T = tokens["weight"] > 0
+        return rows.to(scores_T.device)[scores_T] + 1, logprob_T[scores_T]
+
+    def _own(self, batch: Batch) -> list[tuple[int, int]]:
+        """This rank's sequences, of each length one: where they begin and end."""
+        rank, size = self.context.rank, self.context.world_size
+        return list(itertools.pairwise(batch["cu_seqlens"].tolist()))[rank::size]
+
     def _tokens(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's share of the batch, on its device; ``cu_seqlens`` stays on the host."""
-        bounds = batch["cu_seqlens"].tolist()
-        rank, size = self.context.rank, self.context.world_size
-        own = list(itertools.pairwise(bounds))[rank::size]  # of each length one
+        own, bounds = self._own(batch), batch["cu_seqlens"].tolist()
         rows = torch.cat([torch.arange(start, end) for start, end in own])
         ends = torch.tensor([end - start for start, end in own]).cumsum(0)
         weight = torch.ones(len(rows))
@@ -146,7 +155,7 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
     compared = Compared(device)
 
     def contender(
-        name: str, steps: Callable[..., StepTimes], lengths: str, setup: Setup = shared, **options: Any
+        name: str, steps: Callable[..., StepTimes], lengths: str, setup: Setup = shared, *, float8: bool = False
     ) -> Contender:
         num = len(setup.device_names)
         batches = [
@@ -157,10 +166,10 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
             name,
             lambda: steps(setup, batches),
             lambda done: _quantities(done, tokens, flops[lengths], is_counted=not is_host),
+            tolerance(model, setup.dtype, max(map(max, of_lengths[lengths])), float8=float8),
             same=(lengths, num),
             params={"lengths": lengths, "recompute": str(setup.recomputes), "devices": num},
             limits={} if is_host else {limit: 6 * model.num_multiplied * tokens},
-            **options,
         )
 
     ways: dict[str, Callable[..., StepTimes]] = {
@@ -173,7 +182,7 @@ def _prepare(dense: ModelShape, device: Device) -> Work:
         contenders += [contender(name, ways[name], "uneven") for name in shown]
     else:
         float8 = functools.partial(_engine, compute_dtype="float8")
-        contenders.append(contender("engine, float8", float8, "equal", tolerance=_FLOAT8_TOLERANCE))
+        contenders.append(contender("engine, float8", float8, "equal", float8=True))
     if len(shared.device_names) > 1:
         kept = functools.partial(_engine, reshard_after_forward=False)
         contenders.append(contender("engine, blocks kept", kept, "equal"))
@@ -200,9 +209,14 @@ def _quantities(done: StepTimes, tokens: int, flops: float, *, is_counted: bool)
         "first_step": Quantity(done.first_s, "s"),
         "build": Quantity(done.build_s, "s"),
     }
-    if done.busy_s is not None:
-        beyond_s = statistics.median(done.seconds) - done.busy_s
-        found |= {"device_busy": Quantity(done.busy_s, "s"), "beyond_device": Quantity(max(_LEAST_S, beyond_s), "s")}
+    if (seen := done.seen) is not None:
+        beyond_s = statistics.median(done.seconds) - seen.busy_s
+        found |= {
+            "device_busy": Quantity(seen.busy_s, "s"),
+            "beyond_device": Quantity(max(_LEAST_S, beyond_s), "s"),
+            "between_launches": Quantity(max(_LEAST_S, seen.between_s), "s"),
+            "launches": Quantity(seen.launches, "launch"),
+        }
     return found | ({"peak_memory": Quantity(done.peak_bytes, "B")} if is_counted else {})
 
 

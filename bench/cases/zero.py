@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlcore.bench.case import Case, Quantity, Work
+from rlcore.bench.case import Case, Contender, Quantity, Work
+from rlcore.bench.cases.agreement import tolerance
 from rlcore.bench.cases.models import LEARNING_RATE, QWEN_1_5B, TINY, drawn, packed_batch, transformers_class
 from rlcore.bench.cases.train_steps import (
     Batch,
@@ -22,6 +23,7 @@ from rlcore.bench.cases.train_steps import (
     StepTimes,
     clipped_gain,
     engine_steps,
+    logprob_of,
     plain_steps,
 )
 from rlcore.device import Device
@@ -57,7 +59,7 @@ class _ZeroLoop(PlainRank):
         engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         return engine, optimizer
 
-    def step(self, scored: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    def step(self, scored: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[Tensor, Tensor | float]:
         rows = {name: batch[name].view(_SEQUENCES, -1).to(scored.device) for name in ("input_ids", "old_logprobs")}
         advantages = batch["advantages"].view(_SEQUENCES, -1).to(scored.device)
         logits = scored(input_ids=rows["input_ids"]).logits
@@ -65,7 +67,13 @@ class _ZeroLoop(PlainRank):
         loss = -clipped_gain(logprob, rows["old_logprobs"][:, 1:], advantages[:, 1:]).mean()
         scored.backward(loss)
         scored.step()
-        return loss.detach()[None]
+        return loss.detach()[None], scored.get_global_grad_norm()
+
+    def logprobs(self, scored: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        place = torch.arange(len(batch["input_ids"]), device=scored.device).view(_SEQUENCES, -1)[:, 1:]
+        rows = batch["input_ids"].view(_SEQUENCES, -1).to(scored.device)
+        logits = scored(input_ids=rows).logits[:, :-1]
+        return place.flatten(), logprob_of(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
 class _ZeroLoop2(_ZeroLoop):
@@ -105,10 +113,13 @@ def _prepare(device: Device) -> Work:
         found = {"tokens": Quantity([tokens / seconds for seconds in done.seconds], "token/s")}
         return found | ({} if is_host else {"peak_memory": Quantity(done.peak_bytes, "B")})
 
-    contenders = [
-        compared.contender(name, functools.partial(steps, setup=setup, batches=batches), quantities, limits=limits)
-        for name, steps in ways.items()
-    ]
+    allowed = tolerance(setup.model, setup.dtype, lengths[0])
+
+    def contender(name: str, steps: Any) -> Contender:
+        run = functools.partial(steps, setup=setup, batches=batches)
+        return compared.contender(name, run, quantities, allowed, limits=limits)
+
+    contenders = [contender(name, steps) for name, steps in ways.items()]
     return Work(tuple(contenders), {**setup.params, "devices": 1}, num_runs=1)
 
 

@@ -95,7 +95,7 @@ def read_any(path: Path) -> Record:
     """
     try:
         data = json.loads(read_bytes(path))
-    except ValueError:
+    except (ValueError, RecursionError):
         return read(path)  # which says what is wrong with it
     if not isinstance(data, dict) or "benchmarks" not in data:
         return read(path)

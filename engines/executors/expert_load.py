@@ -1,50 +1,59 @@
-"""How evenly a step's tokens are dealt out to the experts, of the routes that are replayed."""
+"""How evenly a step's tokens are dealt out to the experts."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.routing.routers import NO_ROUTE, Router
+from rlcore.engines.executors.micro_batch import MicroBatch
+from rlcore.routing.counting import counting
+from rlcore.routing.routers import Router
 
 EXPERT_LOAD = "expert_load/"
 """The names of these metrics begin with it."""
 
 
 class ExpertLoad:
-    """Counts the tokens of each expert.
+    """Counts the tokens that each expert computes, on the device.
 
     Args:
-        routers: of the model; not none.
+        routers: of the model; not none, and all of which ``can_count``.
     """
 
-    def __init__(self, routers: list[Router], device: torch.device) -> None:
-        self._layers = torch.tensor([router.layer for router in routers], device=device)
+    def __init__(self, routers: Sequence[Router], device: torch.device) -> None:
+        self._routers = routers
         self._num_experts = max(router.num_experts for router in routers)
-        self._counts = torch.zeros(len(routers) * self._num_experts, device=device)
+        self._total = sum(router.num_experts for router in routers)
+        self._counts = torch.zeros(len(routers), self._num_experts, dtype=torch.int64, device=device)
 
-    def add(self, routes_TLK: Tensor) -> None:
-        """Take the routes of some tokens."""
-        of_layers = routes_TLK.index_select(1, self._layers).long()
-        first = torch.arange(len(self._layers), device=of_layers.device) * self._num_experts
-        experts = (of_layers + first[:, None]).flatten()
-        self._counts.index_add_(0, experts.clamp(min=0), (of_layers != NO_ROUTE).flatten().float())
+    def counting(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Return a context inside which the model computes this micro-batch.
+
+        Blocks that are computed again are counted again, all of them and each token: shares stay what they are. So do
+        they where several ranks compute the same tokens.
+        """
+        place_T = torch.arange(micro_batch.num_hidden, device=self._counts.device)
+        is_counted_T = (place_T < micro_batch.num_counted).long()
+        return counting(self._routers, self._counts, is_counted_T, micro_batch.tokens["cu_seqlens"])
 
     def joined(self) -> dict[str, Tensor]:
         """Return the metrics over the tokens of all ranks.
 
         ``max_over_mean``: the busiest expert's tokens over the mean, of the layer that is least even; 1 is even.
         ``entropy``: that of the shares over log(experts), the mean of the layers; 1 is even.
+        ``unused``: the share of experts, over all layers, that no token has.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._counts)
-        counts = self._counts.view(len(self._layers), self._num_experts)
-        share = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        share = self._counts / self._counts.sum(1, keepdim=True).clamp(min=1)
         entropy = -torch.special.xlogy(share, share).sum(1) / math.log(max(2, self._num_experts))
         return {
             f"{EXPERT_LOAD}max_over_mean": share.max() * self._num_experts,
             f"{EXPERT_LOAD}entropy": entropy.mean(),
+            f"{EXPERT_LOAD}unused": 1 - (self._counts > 0).sum() / self._total,
         }

@@ -42,6 +42,8 @@ class MicroBatch:
     what the sequences have beside their tokens."""
     num_hidden: int
     """The tokens of which this rank computes hidden states: all T, or its part of them."""
+    num_counted: int
+    """The first so many of them are of the batch; the others, behind them, run along because other ranks do."""
     own: slice
     """The rows of this rank among all R."""
     rows_S: Tensor
@@ -75,11 +77,11 @@ def micro_batches(batch: RankBatch, scored_T: Tensor, max_tokens: int, device: t
         del lengths[-1]
     selections = _evenly(lengths, batch.num_micro_batches, max_tokens)
     for sequences in selections:
-        chosen = sequences if _has_inputs(batch, sequences) else sequences + companion
-        yield _select(batch, scored_T, cu_seqlens, torch.tensor(chosen), device)
+        beside = [] if _has_inputs(batch, sequences) else companion
+        yield _select(batch, scored_T, cu_seqlens, sequences, beside=beside, device=device)
     for _ in range(batch.num_micro_batches - len(selections)):
         if batch.has_companion:
-            yield _select(batch, scored_T, cu_seqlens, torch.tensor(companion), device)
+            yield _select(batch, scored_T, cu_seqlens, [], beside=companion, device=device)
         else:
             yield _empty(batch, device)
 
@@ -122,8 +124,9 @@ def _empty(batch: RankBatch, device: torch.device) -> MicroBatch:
         replace(batch, packed=alone, inputs={}),
         unscored_T,
         alone["cu_seqlens"],
-        torch.zeros(1, dtype=torch.int64),
-        device,
+        [],
+        beside=[0],
+        device=device,
     )
 
 
@@ -131,10 +134,13 @@ def _select(
     batch: RankBatch,
     scored_T: Tensor,
     cu_seqlens: Tensor,
-    sequences: Tensor,
+    counted: list[int],
+    *,
+    beside: list[int],
     device: torch.device,
 ) -> MicroBatch:
-    packed = batch.packed
+    """Return a micro-batch of the sequences ``counted`` and, behind them, of those ``beside``, which do not count."""
+    packed, sequences = batch.packed, torch.tensor(counted + beside)
     cu_local, token_T = tokens_of(cu_seqlens, sequences)
     target_R = scored_T.index_select(0, token_T).nonzero().squeeze(1)
     sequence_T = repeat(torch.arange(len(sequences)), cu_local.diff())
@@ -163,6 +169,7 @@ def _select(
     return MicroBatch(
         tokens={"input_ids": input_ids, "cu_seqlens": cu_local.to(torch.int32), **rows},
         num_hidden=len(tokens),
+        num_counted=min(max(int(cu_local[len(counted)]) - tokens.start, 0), len(tokens)),
         own=own,
         rows_S=rows_S,
         targets_S=targets_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -28,8 +28,9 @@ from rlcore.kernels.token.logprob import token_logprob
 from rlcore.kernels.token.nucleus import keep_mask
 from rlcore.kernels.vocab_shard import gathered
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
+from rlcore.routing.counting import can_count
 from rlcore.routing.replay import replaying
-from rlcore.routing.routers import ROUTES, Router, routers_of
+from rlcore.routing.routers import Router, routers_of
 
 _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
@@ -97,23 +98,19 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 
 
 def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
-    routers, phase = _routers(strategy, batch), strategy.device.profiler.range
+    routers, phase = routers_of(strategy.module), strategy.device.profiler.range
     metrics = _Metrics(strategy, batch, routers, loss_fn)
     for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
-        with _replaying(routers, micro_batch):  # the backward may compute blocks again
+        # the backward may compute blocks again
+        with _replaying(routers, micro_batch), metrics.counting(micro_batch):
             with phase("train_batch: forward and loss"):
                 loss, (stats, weight) = strategy.forward(
                     partial(_loss, strategy, micro_batch, metrics.loss_fn, options)
                 )
             with phase("train_batch: backward"):
                 strategy.backward(loss, is_last=number == batch.num_micro_batches)
-        metrics.add(loss.detach(), stats, weight, micro_batch.routes)
+        metrics.add(loss.detach(), stats, weight)
     return metrics
-
-
-def _routers(strategy: ShardingStrategy, batch: RankBatch) -> list[Router]:
-    """Return the routers that replay the routes of a batch; none if it has no routes."""
-    return routers_of(strategy.module) if ROUTES in batch.packed else []
 
 
 def _replaying(routers: list[Router], micro_batch: MicroBatch) -> AbstractContextManager[None]:
@@ -164,22 +161,27 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    routers, phase = _routers(strategy, batch), strategy.device.profiler.range
+    routers, phase = routers_of(strategy.module), strategy.device.profiler.range
     metrics = _Metrics(strategy, batch, routers, loss_fn)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in _trained(strategy, batch, options):
-            with phase("eval_batch: forward and loss"), _replaying(routers, micro_batch):
+            with (
+                phase("eval_batch: forward and loss"),
+                _replaying(routers, micro_batch),
+                metrics.counting(micro_batch),
+            ):
                 loss, (stats, weight) = strategy.forward(
                     partial(_loss, strategy, micro_batch, metrics.loss_fn, options)
                 )
-            metrics.add(loss, stats, weight, micro_batch.routes)
+            metrics.add(loss, stats, weight)
     return _begin_reading(metrics.joined(strategy.num_alike), strategy.device)()
 
 
 class _Metrics:
     """Statistics of micro-batches, kept on the device until the end: no host sync on the way.
 
-    With the sampler's mismatch, which is seen as the loss runs, and the load of experts, if a batch has their entries.
+    With the sampler's mismatch, which is seen as the loss runs, if a batch has its entries, and the load of experts, if
+    the model has some.
 
     Attributes:
         loss_fn: the loss to call, so that the mismatch is seen.
@@ -191,12 +193,15 @@ class _Metrics:
         """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
         self.mismatch = Mismatch(device) if any(name in batch.packed for name in SAMPLER_ENTRIES) else None
         self.loss_fn = loss_fn if self.mismatch is None else self.mismatch.watching(loss_fn)
-        self.expert_load = ExpertLoad(routers, device) if ROUTES in batch.packed else None
+        counted = [router for router in routers if can_count(router)]
+        self.expert_load = ExpertLoad(counted, device) if counted else None
 
-    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor, routes: Tensor | None) -> None:
+    def counting(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Return the context of the forward and backward pass of a micro-batch."""
+        return nullcontext() if self.expert_load is None else self.expert_load.counting(micro_batch)
+
+    def add(self, loss: Tensor, stats: Mapping[str, Tensor], weight: Tensor) -> None:
         self.rows.append({"loss": loss, "weight": weight, **stats})
-        if self.expert_load is not None and routes is not None:
-            self.expert_load.add(routes)
 
     def joined(self, num_alike: int) -> dict[str, Tensor]:
         """Return the loss and statistics over the micro-batches of all ranks, each joined as its suffix says.
@@ -230,7 +235,7 @@ def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
 @torch.no_grad()
 def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -> Tensor:
     """Return the log-probability [T] float32, on the host, of every scored token of the whole batch; 0 elsewhere."""
-    routers, device = _routers(strategy, batch), strategy.device.torch_device
+    routers, device = routers_of(strategy.module), strategy.device.torch_device
     logprob_T = torch.zeros(batch.num_tokens, device=device)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, device):

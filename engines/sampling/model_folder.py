@@ -6,17 +6,25 @@ Nothing here uses the network or runs code from the folder.
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rlcore.errors import CheckpointError, MissingDependencyError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+
+class _HeaderEntry(msgspec.Struct):
+    """The entry of a tensor in the header of a safetensors file."""
+
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +137,17 @@ def _check_weights(folder: Path) -> dict[Path, dict[str, list[int]]]:
 def _check_shards(folder: Path) -> dict[Path, dict[str, list[int]]]:
     shard_of: Any = _read_json(folder / _INDEX).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
-        raise CheckpointError(f"{folder / _INDEX} has no weight_map; download it again")
+        raise CheckpointError(
+            f"weight_map in {folder / _INDEX} must be an object with the file of each tensor, got {shard_of!r:.100}; "
+            "download it again"
+        )
+    if foreign := [name for name in shard_of.values() if not isinstance(name, str) or Path(name).name != name]:
+        raise CheckpointError(f"{folder / _INDEX} names {foreign[0]!r:.100}, which is not a file of this folder")
     shards = sorted(set(shard_of.values()))
-    if foreign := [name for name in shards if not isinstance(name, str) or Path(name).name != name]:
-        raise CheckpointError(f"{folder / _INDEX} names {foreign[0]!r}, which is not a file of this folder")
-    if absent := [name for name in shards if not (folder / name).is_file()]:
+    if absent := [name for name in shards if not _is_file(folder / name)]:
         raise CheckpointError(
             f"{folder / _INDEX} names {len(shards)} files, of which {len(absent)} are missing: "
-            f"{', '.join(absent)}; download them"
+            f"{', '.join(absent):.1000}; download them"
         )
     found = {folder / shard: _shapes(folder / shard) for shard in shards}
     for shard in shards:
@@ -149,6 +160,13 @@ def _check_shards(folder: Path) -> dict[Path, dict[str, list[int]]]:
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as of a name that is longer than a file's may be
+        return False
+
+
 def _shapes(file: Path) -> dict[str, list[int]]:
     """Return the shapes of the tensors of a safetensors file, whose size must be that of its header.
 
@@ -159,23 +177,36 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size < 8 or not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is truncated or not safetensors ({size} bytes); download it again")
-        try:
-            header: Any = json.loads(stream.read(header_bytes))
-            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            data_bytes = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            shapes = {name: [*map(operator.index, entry["shape"])] for name, entry in tensors.items()}
-        except (ValueError, AttributeError, TypeError, LookupError) as error:
-            raise CheckpointError(f"{file} has a damaged header; download it again") from error
+        entries = _entries(file, stream.read(header_bytes))
+    data_bytes = max((entry.data_offsets[1] for entry in entries.values()), default=0)
     expected = 8 + header_bytes + data_bytes
     if size != expected:
         raise CheckpointError(f"{file} is damaged: its header needs {expected} bytes, it has {size}; download it again")
-    return shapes
+    return {name: entry.shape for name, entry in entries.items()}
+
+
+def _entries(file: Path, header: bytes) -> dict[str, _HeaderEntry]:
+    name = ""
+    try:
+        found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        found.pop("__metadata__", None)
+        entries = {}
+        for name, entry in found.items():
+            entries[name] = msgspec.json.decode(entry, type=_HeaderEntry)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        of = f" for {name!r:.100}" if name else ""
+        raise CheckpointError(f"{file} has a damaged header{of}: {error}; download it again") from error
+    return entries
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}; give a folder whose files may be read"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}; download it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got {type(value).__name__}")

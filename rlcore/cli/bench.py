@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rlcore.cli.bench_output import print_comparison, print_results, progress
-from rlcore.cli.console import PLAIN, AsJson, DeviceName, given_path, print_json, print_table, write_json
+from rlcore.cli.console import PLAIN, AsJson, DeviceName, check_free, given_path, print_json, print_table, write_json
 from rlcore.errors import BenchError, InvalidInputError
 from rlcore.torch_import import import_torch
 
@@ -98,7 +98,7 @@ def run(
     chosen, left_out = (found, []) if cases else plan.part(found)
     path = output or Path(f"rlcore-bench-{on.spec.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json")
     check_can_write(path)
-    _check_free(path, force=force or go_on, others="--continue to go on with it, ")
+    check_free("-o", path, force=force or go_on, others="--continue to go on with it, ")
     earlier = read(path) if go_on and path.exists() else None
     durations = Durations(on, plan)
     limit = TimeLimit(within, durations, started)
@@ -236,7 +236,7 @@ def report_records(
     names = run_names(records)
     if output.exists() and any(record.exists() and record.samefile(output) for record in records):
         raise InvalidInputError(f"-o {output} is one of the records; give another file for the page")
-    _check_free(output, force=force)
+    check_free("-o", output, force=force)
     prices = parse_prices(price or [], names)
     page = render([ReportRun(name, read(path), prices.get(name)) for name, path in zip(names, records, strict=True)])
     try:
@@ -251,9 +251,3 @@ def _check_continued(output: Path | None, *, force: bool) -> None:
         raise InvalidInputError("--continue keeps what the file of -o holds, and --force replaces it; give one of them")
     if output is None:
         raise InvalidInputError("--continue goes on with the record of -o; give that file")
-
-
-def _check_free(path: Path, *, force: bool, others: str = "") -> None:
-    """Raises InvalidInputError if ``path`` exists and would be overwritten without ``--force``."""
-    if path.is_file() and not force:
-        raise InvalidInputError(f"-o {path} exists; give another file, or {others}--force to replace it")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from rlcore.errors import printable
+from rlcore.errors import InvalidInputError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,6 +84,12 @@ def given_path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("the path is empty; give a name, or . for this folder")
     return Path(text)
+
+
+def check_free(option: str, path: Path, *, force: bool, others: str = "") -> None:
+    """Raise InvalidInputError if ``path``, which ``option`` names, is a file that ``--force`` was not given for."""
+    if path.is_file() and not force:
+        raise InvalidInputError(f"{option} {path} exists; give another file, or {others}--force to replace it")
 
 
 def print_json(value: Any) -> None:

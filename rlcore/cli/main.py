@@ -44,6 +44,20 @@ _INTERRUPTED = 130
 _OF_THE_OUTPUT = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 """A write to standard output fails with one of these: nobody reads it, or the disk is full."""
 
+_ADVICE = {
+    errno.EACCES: "give a path that you may use, or let its owner change the permissions",
+    errno.EPERM: "give a path that you may use, or let its owner change the permissions",
+    errno.EROFS: "give a path on a disk that can be written",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EISDIR: "give a file",
+    errno.ENOTDIR: "give a path whose parts but the last are folders",
+    errno.ENOENT: "give the path of something that is there",
+    errno.ENOSPC: "free space there, or give a path on another disk",
+    errno.EDQUOT: "free space there, or give a path on another disk",
+    errno.ELOOP: "mend its links, or give another path",
+}
+"""Ends the line about a path that the system refuses, by the number of the error."""
+
 app = typer.Typer(help="The hardware layer under RL post-training of language models.", **PLAIN)
 ops = typer.Typer(help="Look at the operators.", **PLAIN)
 app.add_typer(bench, name="bench")
@@ -65,7 +79,10 @@ def main() -> None:
     except RlcoreError as error:
         sys.exit(f"rlcore: {printable(str(error))}")
     except OSError as error:
-        if error.errno not in _OF_THE_OUTPUT or error.filename is not None:
+        if error.filename is not None:
+            logging.getLogger("rlcore").debug("the error was raised here", exc_info=error)
+            sys.exit(f"rlcore: {printable(_told(error))}")
+        if error.errno not in _OF_THE_OUTPUT:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # or Python would try again at the end
         if error.errno == errno.EPIPE:  # such as `rlcore bench list | head -1`
@@ -77,6 +94,12 @@ def main() -> None:
         if end.code == _INTERRUPTED:
             _leave_at_once()
         raise
+
+
+def _told(error: OSError) -> str:
+    """Return one line about a file that the system does not let us use."""
+    path = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return f"{path}: {error.strerror}; {_ADVICE.get(error.errno or 0, 'give another path')}"
 
 
 def _run() -> None:

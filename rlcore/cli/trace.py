@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlcore.cli.console import given_path
+from rlcore.cli.console import check_free, given_path
 from rlcore.errors import InvalidInputError, printable
 from rlcore.settings import TRACE_FILES
 
@@ -47,6 +47,7 @@ def trace(
         Path | None,
         typer.Option(help="Draw who generated, trained and waited in the traces of --report, such as timeline.png."),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --picture, if there is one.")] = False,
     seconds: Annotated[
         float | None, typer.Option(min=0.001, help="How much of each trace --picture draws.", show_default="all")
     ] = None,
@@ -65,6 +66,7 @@ def trace(
     if picture is not None:
         from rlcore.trace.gantt import draw_gantt
 
+        check_free("--picture", picture, force=force)
         draw_gantt(report or [], picture, seconds=seconds)
         print(picture)
         return
@@ -119,12 +121,16 @@ def _run(command: list[str], folder: Path, *, records_kernels: bool) -> int:
     """Run the program with a trace in ``folder``; return its exit code.
 
     Raises:
-        InvalidInputError: the folder holds a trace already, or cannot be written.
+        InvalidInputError: the folder holds a trace already, or files that a report would replace, or cannot be
+            written.
     """
+    from rlcore.trace.report import check_pages
+
     if folder.is_dir() and any(folder.glob(TRACE_FILES)):
         raise InvalidInputError(
             f"{folder} holds a trace already; give another --output, or --report {folder} to see it"
         )
+    check_pages(folder)  # now: a long run would end without its report
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -95,7 +95,7 @@ def _config_of(model: Any) -> Any:
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is no configuration of a model: {one_line(error)}; name a model folder or its config.json"
         ) from error

@@ -87,7 +87,7 @@ class QuickstartConfig:
             if found.keys() != names:
                 raise CheckpointError(f"it must have the fields {sorted(names)}, and has {sorted(found)}")
             return msgspec.convert(found, cls, dec_hook=_decode_path)
-        except (msgspec.DecodeError, InvalidInputError) as error:
+        except (msgspec.DecodeError, InvalidInputError, RecursionError) as error:
             raise CheckpointError(str(error)) from error
 
     @classmethod

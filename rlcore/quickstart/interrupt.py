@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Self
+
+from rlcore.errors import one_line
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for it
@@ -17,6 +19,7 @@ class Interrupt:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+        self._ends_at_once = False
         self.is_requested = False
         self.has_begun = False
         """The run makes steps, and checks ``is_requested`` after each."""
@@ -25,11 +28,16 @@ class Interrupt:
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, where: TracebackType | None) -> None:
         signal.signal(signal.SIGINT, self._previous)
+        if self._ends_at_once and isinstance(error, Exception) and not isinstance(error, Interrupted):
+            # What is closed amid its work may fail, and libraries raise their own errors for Ctrl-C.
+            self._say(f"what was interrupted ended with {one_line(error)}")
+            raise KeyboardInterrupt from error
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested or not self.has_begun:
+            self._ends_at_once = True
             raise KeyboardInterrupt
         self.is_requested = True
         self._say("stopping after this step; press Ctrl-C again to stop at once")

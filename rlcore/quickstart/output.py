@@ -23,12 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, final
 
-import msgspec
-
-from rlcore.atomic import append_to_file, write_file
+from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.file_lock import take_folder
 from rlcore.quickstart.config import RECORD, QuickstartConfig
+from rlcore.step_log import StepLog
 
 PHASES = ("generate", "train", "sync", "offload")
 """The phases of a step; "<phase>_s" is the metric, in seconds."""
@@ -70,6 +69,7 @@ class RunFolder:
         self.model = config.output / "model"
         self.picture = config.output / "reward.png"
         self.metrics = config.output / "metrics.jsonl"
+        self._log = StepLog(self.metrics, otherwise="start again with another --output", values=float | None)
         self._record = config.output / RECORD
         self._config = config
         _figure()
@@ -97,7 +97,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Write the options of a new run, and remove the metrics of a run that left no checkpoint."""
-        self._write([])
+        self.go_on(-1)
 
     # --------------------------------------------------------------------------------------------- metrics
 
@@ -108,78 +108,55 @@ class RunFolder:
             InvalidInputError: "step" is missing, or a value is no number.
             CheckpointError: it cannot be written (disk full); what was there stays.
         """
-        line = _encode(metrics)
+        _check(metrics)
         with self._named_errors("append a step's metrics to"):
-            append_to_file(self.metrics, line)  # before the checkpoint, which go_on() compares it with
-
-    def _write(self, steps: list[Metrics]) -> None:
-        """Write the run's options, and the metrics of its steps."""
-        with self._named_errors("write to"):
-            write_file(self.metrics, b"".join(map(_encode, steps)))
-            write_file(self._record, self._config.to_json())
+            self._log.append([metrics])  # before the checkpoint, which go_on() compares it with
 
     def read(self) -> list[Metrics]:
-        """Return the metrics of every step, in order; NaN where a value was not finite."""
+        """Return the metrics of every step, in order; NaN where a value was not finite.
+
+        Raises:
+            CheckpointError: they cannot be read, or are damaged.
+        """
         with self._named_errors("read"):
-            lines = self.metrics.read_bytes().splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()  # being written by the process that has the folder, or cut short by a kill
-        return [self._decode(number, line) for number, line in enumerate(lines, start=1)]
+            lines = self._log.read()
+        return [{name: float("nan") if value is None else value for name, value in line.items()} for line in lines]
 
     def has_checkpoint(self) -> bool:
         """Return True if the run can continue from a checkpoint; False if it ended before its first.
 
         Raises:
-            CheckpointError: steps were done, and the checkpoint is gone.
+            CheckpointError: steps were done, or the model is there, and the checkpoint is gone.
         """
         if (self.checkpoint / "manifest.json").exists():
             return True
-        if done := self._num_done():
+        if (done := self._num_done()) or self.model.exists():
+            what = f"the metrics of {done} steps" if done else "a trained model"
             raise CheckpointError(
-                f"{self.path} has the metrics of {done} steps and no checkpoint; put {self.checkpoint} back, "
+                f"{self.path} has {what} and no checkpoint; put {self.checkpoint} back, "
                 "or start again with another --output"
             )
         return False
 
     def _num_done(self) -> int:
         """Return the number of GRPO steps in the metrics; step 0 is the evaluation before the first."""
-        return sum(metrics["step"] > 0 for metrics in self.read()) if self.metrics.exists() else 0
+        return sum(metrics["step"] > 0 for metrics in self.read())
 
     def go_on(self, step: int) -> None:
         """Drop the metrics after ``step``, the step of the checkpoint from which the run continues (-1: no step yet).
 
         Raises:
-            CheckpointError: the metrics of a step up to it are missing or there twice; nothing has changed.
+            CheckpointError: the metrics of a step up to it are missing or there twice: nothing has changed. Or the
+                folder cannot be written.
             InvalidInputError: the requested number of steps is smaller; nothing has changed.
         """
         if step > self._config.steps:
             raise InvalidInputError(
                 f"--steps must be at least {step}, the steps that {self.path} has done, got {self._config.steps}"
             )
-        kept = [metrics for metrics in self.read() if metrics["step"] <= step] if self.metrics.exists() else []
-        found = [metrics["step"] for metrics in kept]
-        if found != [*range(step + 1)]:
-            missing = sorted(set(range(step + 1)).difference(found))
-            wrong = f"step {missing[0]} is missing" if missing else "some are there twice, or not in order"
-            raise CheckpointError(
-                f"{self.metrics} must have a line for each step up to {step}, after which the checkpoint is, and "
-                f"{wrong}; put the file back as it was, or start again with another --output"
-            )
-        self._write(kept)
-
-    def _decode(self, number: int, line: bytes) -> Metrics:
-        try:
-            found = msgspec.json.decode(line, type=dict[str, float | None])
-        except msgspec.DecodeError as error:
-            raise self._damaged(number, str(error)) from error
-        if found.get("step") is None:
-            raise self._damaged(number, "it has no step")
-        return {name: float("nan") if value is None else value for name, value in found.items()}
-
-    def _damaged(self, number: int, why: str) -> CheckpointError:
-        return CheckpointError(
-            f"line {number} of {self.metrics} is damaged: {why}; remove that line, or use another --output"
-        )
+        with self._named_errors("write to"):
+            self._log.replace(self._log.until(step))
+            write_file(self._record, self._config.to_json())
 
     # --------------------------------------------------------------------------------------------- picture
 
@@ -197,11 +174,11 @@ class RunFolder:
             return
         if not self._record.exists():
             raise InvalidInputError(f"{self.path} exists and is not a quickstart run; use another --output")
-        if not (self.checkpoint / "manifest.json").exists() and not self._num_done():
-            return
-        raise InvalidInputError(
-            f"{self.path} holds another run ({self._described()}); add --resume to continue it, or use another --output"
-        )
+        described = self._described()  # reads the record: a foreign run.json is no run's
+        if self.model.exists() or (self.checkpoint / "manifest.json").exists() or self._num_done():
+            raise InvalidInputError(
+                f"{self.path} holds another run ({described}); add --resume to continue it, or use another --output"
+            )
 
     def _check_same_run(self, config: QuickstartConfig) -> None:
         if not self._record.exists():
@@ -239,13 +216,12 @@ class RunFolder:
             ) from error
 
 
-def _encode(metrics: Mapping[str, float]) -> bytes:
+def _check(metrics: Mapping[str, float]) -> None:
     if "step" not in metrics:
         raise InvalidInputError(f"a step's metrics need 'step', got {sorted(metrics)}")
     for name, value in metrics.items():
         if not isinstance(value, int | float):
             raise InvalidInputError(f"the metric {name!r} must be a number, got {value!r}")
-    return msgspec.json.encode(metrics) + b"\n"
 
 
 def _draw(steps: list[Metrics]) -> bytes:

@@ -24,7 +24,7 @@ import rlcore
 from rlcore.device import Device
 from rlcore.ops import group_advantage, ppo_clip
 from rlcore.quickstart import task
-from rlcore.quickstart.config import QuickstartConfig
+from rlcore.quickstart.config import RECORD, QuickstartConfig
 from rlcore.quickstart.display import Display, print_table, summary
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.model import quickstart_model
@@ -263,7 +263,7 @@ def run(config: QuickstartConfig) -> int:
         except KeyboardInterrupt:
             if (folder.checkpoint / "manifest.json").exists():
                 print(f"stopped at once; continue from the last checkpoint: {config.resume_command()}", file=sys.stderr)
-            elif folder.metrics.exists():
+            elif (folder.path / RECORD).exists():
                 print("stopped at once, before the first checkpoint: nothing is kept", file=sys.stderr)
             raise
         folder.draw()

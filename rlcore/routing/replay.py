@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlcore.errors import InvalidInputError, RlcoreError
+from rlcore.errors import InvalidInputError
 from rlcore.routing.routers import NO_ROUTE, ROUTES, Router, routers_of, selecting
+from rlcore.routing.rows import rows_of
 
 
 @contextlib.contextmanager
@@ -38,24 +39,15 @@ def replaying(routers: Sequence[Router], routes_TLK: Tensor | None, cu_seqlens: 
 class _Replay:
     def __init__(self, routes_TLK: Tensor, cu_seqlens: Tensor) -> None:
         self._packed, self._lengths = routes_TLK, cu_seqlens.diff().tolist()
-        self._by_rows: dict[int, Tensor] = {len(routes_TLK): routes_TLK}
+        self._by_rows: dict[int, Tensor] = {}
 
     def __call__(self, router: Router, selected_RK: Tensor) -> Tensor:
         route_RK = self._rows(len(selected_RK))[:, router.layer].to(selected_RK.dtype)
         return torch.where(route_RK == NO_ROUTE, selected_RK, route_RK)
 
     def _rows(self, count: int) -> Tensor:
-        """Return the routes of so many rows: of packed tokens, of packed tokens and padding, or of padded rows."""
         if count not in self._by_rows:
-            missing = count - len(self._packed)
-            if count == len(self._lengths) * max(self._lengths):
-                parts = list(torch.split(self._packed, self._lengths))
-                padded = nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=NO_ROUTE)
-                self._by_rows[count] = padded.flatten(0, 1)
-            elif missing > 0:  # ranks that share a row pad it, so that it divides
-                self._by_rows[count] = pad(self._packed, (0, 0, 0, 0, 0, missing), value=NO_ROUTE)
-            else:
-                raise RlcoreError(f"a router has {count} rows, and routes to replay are for {len(self._packed)} tokens")
+            self._by_rows[count] = rows_of(self._packed, self._lengths, count, fill=NO_ROUTE)
         return self._by_rows[count]
 
 

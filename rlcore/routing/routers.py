@@ -45,6 +45,8 @@ class Router:
     """The module whose forward selects."""
     num_experts: int
     top_k: int
+    experts: nn.Module
+    """The module that computes the experts."""
 
 
 def routers_of(module: nn.Module) -> list[Router]:
@@ -61,7 +63,7 @@ def _router(name: str, block: Any) -> Router | None:
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")
     if not isinstance(top_k, int) or not isinstance(num_experts, int) or not numbers:
         return None
-    return Router(name, int(numbers[-1]), module, num_experts, top_k)
+    return Router(name, int(numbers[-1]), module, num_experts, top_k, block.experts)
 
 
 @contextlib.contextmanager

@@ -187,7 +187,7 @@ def _read_file(path: Path) -> _File | None:
     lines = path.read_bytes().split(b"\n")
     try:
         head = _decode(lines[0])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if head.schema != SCHEMA:
         return None
@@ -198,7 +198,7 @@ def _read_file(path: Path) -> _File | None:
     ]:  # what comes after the last end of a line is none, or was cut off by the end of the process
         try:
             _take(file, open_spans, _decode(data))
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError):
             file.num_damaged += 1
     return file
 

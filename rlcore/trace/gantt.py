@@ -5,12 +5,14 @@ A program is the folder of its trace, or the file that ``Timeline.save`` wrote.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rlcore.atomic import write_file
 from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.trace.events import LaneSpan, read_trace
 
@@ -31,7 +33,7 @@ class _TimelineSpan(msgspec.Struct):
 
 
 def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = None) -> None:
-    """Draw what a ``RolloutController`` noted, into a file of any format that matplotlib writes.
+    """Draw what a ``RolloutController`` noted, into a file of any format that matplotlib writes, which is replaced.
 
     Args:
         sources: folders of traces, and files of timelines; each has the name of its folder or file, or its path where
@@ -67,8 +69,10 @@ def draw_gantt(sources: Sequence[Path], path: Path, *, seconds: float | None = N
     axes.set_xlim(0, shown_s)
     axes.set_xlabel("seconds")
     figure.legend(loc="outside upper center", ncols=len(colors), frameon=False)
+    image = io.BytesIO()
     try:
-        figure.savefig(path)
+        figure.savefig(image, format=path.suffix.removeprefix(".") or "png")
+        write_file(path, image.getvalue())
     except (OSError, ValueError) as error:  # such as a format that it does not know
         raise InvalidInputError(f"the picture cannot be written to {path}: {error}") from error
 
@@ -88,7 +92,7 @@ def _lanes(source: Path) -> list[LaneSpan]:
 def _of_timeline(file: Path) -> list[LaneSpan]:
     try:
         spans = msgspec.json.decode(file.read_bytes(), type=list[_TimelineSpan])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{file} is no timeline that Timeline.save() wrote: {error}") from error
     return [LaneSpan(one.lane, one.what, round(one.begin_s * 1e9), round(one.end_s * 1e9)) for one in spans]
 

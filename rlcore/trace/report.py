@@ -23,6 +23,8 @@ from rlcore.trace.kernels import RecordedCall, recorded_calls
 from rlcore.trace.phases import MeasuredSteps, public_name
 
 JSON, PAGE = "trace.json", "trace.html"
+_BEGINNINGS = {JSON: b'"args":{"name":"program ', PAGE: b"<title>rlcore trace: "}
+"""Text in the first thousand bytes of the files that a report has written, and of no others."""
 _MOST_ROWS = 12
 _SHORT = 0.001
 """Shares below it are told together."""
@@ -58,11 +60,13 @@ def make_report(folder: Path, record_path: Path | None = None) -> Report:
         record_path: a bench record of this machine: copies and computations are compared with its limits.
 
     Raises:
-        InvalidInputError: the folder holds no trace, the record no limits, or the folder cannot be written.
+        InvalidInputError: the folder holds no trace, or files that are not of its report, or the record no limits; or
+            the folder cannot be written.
         BenchError: the record cannot be read.
     """
     from rlcore.trace.page import render
 
+    check_pages(folder)
     limits = None if record_path is None else _limits(record_path)
     trace = read_trace(folder)
     found = _report(trace, recorded_calls(folder, trace), limits)
@@ -72,6 +76,23 @@ def make_report(folder: Path, record_path: Path | None = None) -> Report:
     except OSError as error:
         raise InvalidInputError(f"the report cannot be written into {folder}: {error.strerror}") from error
     return found
+
+
+def check_pages(folder: Path) -> None:
+    """Raise InvalidInputError if a file of the folder that a report would replace was not written by one."""
+    for name, beginning in _BEGINNINGS.items():
+        try:
+            with (folder / name).open("rb") as file:
+                is_own = beginning in file.read(1000)
+        except (FileNotFoundError, NotADirectoryError):  # there is no such file, or no folder
+            continue
+        except OSError as error:
+            raise InvalidInputError(f"the report cannot be written into {folder}: {name}: {error.strerror}") from error
+        if not is_own:
+            raise InvalidInputError(
+                f"{folder / name} was not written by rlcore trace, and its report would replace it; give another "
+                "folder, or move that file"
+            )
 
 
 def _limits(path: Path) -> Mapping[str, float]:

@@ -122,6 +122,6 @@ def _lines(path: Path) -> list[Any]:
     for number, line in enumerate(lines, start=1):
         try:
             items.append(msgspec.json.decode(line))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise InvalidInputError(f"line {number} of {path} is no JSON: {error}") from error
     return items

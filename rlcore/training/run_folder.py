@@ -7,8 +7,9 @@
     model/           the trained model, as a Hugging Face folder, after the last step
     timeline.json    when each engine did what
 
-A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again. A run
-that fails before its samplers have the first weights changes nothing in the folder.
+A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again, and is
+refused where lines of earlier ones are missing. A run that fails before its samplers have the first weights changes
+nothing in the folder.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any, Self
 
 import msgspec
 
-from rlcore.atomic import append_to_file, write_file
+from rlcore.atomic import write_file
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.file_lock import take_folder
-from rlcore.training.config import COMPARED, MetricsSection, TrainConfig
+from rlcore.step_log import StepLog
+from rlcore.training.config import COMPARED, CheckpointSection, MetricsSection, TrainConfig
 
 Metrics = Mapping[str, float]
 
@@ -41,7 +43,10 @@ class TrainFolder:
         self.path = Path(config.output)
         self.checkpoint, self.model = self.path / "checkpoint", self.path / "model"
         self._record = self.path / "config.json"
-        self._logs = {name: self.path / f"{name}.jsonl" for name in ("metrics", "episodes")}
+        self._logs = {
+            name: StepLog(self.path / f"{name}.jsonl", otherwise="give another output=")
+            for name in ("metrics", "episodes")
+        }
         self._config = config
         self._check(config, resume)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -69,26 +74,33 @@ class TrainFolder:
 
     def append(self, log: str, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add lines to "metrics" or "episodes", all or none; they are on disk when this returns."""
-        path = self._logs[log]
         try:
-            append_to_file(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+            self._logs[log].append(lines)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {path}: {error.strerror}; mend that, and continue with --resume"
+                f"cannot write {self._logs[log].path}: {error.strerror}; mend that, and continue with --resume"
             ) from error
 
     def begin(self) -> None:
-        """Write the configuration, and empty the logs of a run that left no checkpoint."""
+        """Empty the logs of a run that left no checkpoint, and write the configuration."""
         self.go_on(-1)
 
     def go_on(self, step: int) -> None:
-        """Write the configuration, and drop the lines of steps after ``step``, and one that a kill cut short."""
+        """Drop the lines of steps after ``step``, and one that a kill cut short, and write the configuration.
+
+        Raises:
+            CheckpointError: a log lacks lines of earlier steps, or is damaged: nothing has changed. Or the folder
+                cannot be written.
+        """
         try:
+            metrics, episodes = self._logs.values()
+            kept = {
+                metrics: metrics.until(step),
+                episodes: episodes.until(step, first=1, each=self._config.rollout.batch_size),
+            }
+            for log, data in kept.items():
+                log.replace(data)
             write_file(self._record, msgspec.json.format(msgspec.json.encode(self._config)))
-            for path in self._logs.values():
-                lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-                kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["step"] <= step]
-                write_file(path, b"".join(kept))
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
 
@@ -98,25 +110,49 @@ class TrainFolder:
                 raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
             return
         earlier = self._earlier()
-        if not resume and self.has_checkpoint:
+        if not self.has_checkpoint:
+            self._check_can_begin_again(earlier["checkpoint"].every, resume)
+            return
+        if not resume:
             raise InvalidInputError(f"{self.path} holds a run; add --resume to continue it, or give another output=")
-        if self.has_checkpoint and (changed := config.differences(earlier)):
+        if changed := config.differences(earlier):
             raise InvalidInputError(
                 f"cannot resume {self.path}: it holds a run with another {', '.join(changed)}; "
                 "give the same configuration, or another output="
+            )
+
+    def _check_can_begin_again(self, every: int, resume: bool) -> None:
+        """Refuse to begin anew over what is there, but for a run that was killed before its first checkpoint was due.
+
+        Args:
+            every: the steps after which that run saved.
+            resume: a scheduler that gives it always may begin such a run again; without it, that is not meant.
+        """
+        done = sum(line["step"] > 0 for line in self._logs["metrics"].read())
+        has_model = self.model.exists()
+        if has_model or done > every:
+            what = "a trained model" if has_model else f"the metrics of {done} steps"
+            raise CheckpointError(
+                f"{self.path} has {what} and no checkpoint, and one was due after {every} steps; put {self.checkpoint} "
+                "back, or give another output="
+            )
+        if done and not resume:
+            raise InvalidInputError(
+                f"{self.path} holds a run of {done} steps without a checkpoint; add --resume to begin it again, or "
+                "give another output="
             )
 
     def _earlier(self) -> dict[str, Any]:
         """Return the configuration of the run that is there. A model's folder has a config.json, too."""
         try:
             found = msgspec.json.decode(self._record.read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+            if isinstance(found, dict) and found.keys() >= {*COMPARED, "checkpoint"}:
+                return found | {"checkpoint": msgspec.convert(found["checkpoint"], CheckpointSection)}
+        except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{self._record} cannot be read: {error}; give another output=") from error
-        if not isinstance(found, dict) or not found.keys() >= {*COMPARED}:
-            raise InvalidInputError(
-                f"{self._record} is not the configuration of a run of rlcore train; give another output="
-            )
-        return found
+        raise InvalidInputError(
+            f"{self._record} is not the configuration of a run of rlcore train; give another output="
+        )
 
 
 class Trackers:

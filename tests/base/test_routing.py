@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError
 from rlcore.packed.attention import packed_hidden_states
+from rlcore.routing.counting import can_count, count_rows, counting
 from rlcore.routing.record import RouteRecorder
 from rlcore.routing.replay import check_routes, joined_routes, replaying
 from rlcore.routing.routers import NO_ROUTE, ROUTES, routers_of, selecting
@@ -140,6 +141,30 @@ def test_weights_of_replayed_experts_are_the_normalised_probabilities(qwen: Any)
         assert_as_accurate(weights, exact, reference / reference.sum(-1, keepdim=True))
 
 
+def test_experts_are_counted_by_what_their_routers_select(model: Any) -> None:
+    """The first seven of nine packed tokens count, also where they run as padded rows."""
+    routers, tokens, cu_seqlens = routers_of(model), ids(9), torch.tensor([0, 2, 7, 9])
+    assert all(can_count(router) for router in routers)
+    is_counted = (torch.arange(9) < 7).long()
+    for implementation in (None, "padded"):
+        counts = torch.zeros(len(routers), 6, dtype=torch.int64)
+        with torch.no_grad(), counting(routers, counts, is_counted, cu_seqlens):
+            packed_hidden_states(model.model, tokens, cu_seqlens, implementation=implementation)
+        expected = torch.zeros_like(counts)
+        for start, stop in ((0, 2), (2, 7)):
+            with torch.no_grad():
+                _, routes = RouteRecorder(model).run(input_ids=tokens[None, start:stop])
+            expected += torch.stack([routes[:, one.layer].flatten().bincount(minlength=6) for one in routers])
+        assert torch.equal(counts, expected), implementation
+    assert not any("forward" in vars(router.experts) for router in routers)
+
+
+def test_a_count_waits_for_no_device() -> None:
+    """On the meta device there is nothing to wait for: an ``item()`` or a ``bincount`` raises."""
+    counts, is_counted, selected = (torch.zeros(shape, dtype=torch.int64, device="meta") for shape in (6, 9, (15, 2)))
+    count_rows(counts, is_counted, torch.tensor([0, 2, 7, 9]), selected)
+
+
 @pytest.mark.parametrize("implementation", [None, "padded"])
 def test_packed_and_padded_rows_have_their_own_routes(qwen: Any, implementation: str | None) -> None:
     lengths = [4, 7, 2]
@@ -170,7 +195,7 @@ def test_tokens_without_a_route_are_routed_by_the_model(qwen: Any) -> None:
         with replaying(routers_of(qwen), torch.full_like(own, NO_ROUTE), torch.tensor([0, 6])):
             assert_same_bits(qwen(input_ids=tokens[None]).logits, output.logits)
         with (
-            pytest.raises(RlcoreError, match="a router has 6 rows, and routes to replay are for 9"),
+            pytest.raises(RlcoreError, match="a router has 6 rows, and the model computes 9 tokens"),
             replaying(routers_of(qwen), own.new_zeros(9, 3, 2), torch.tensor([0, 9])),
         ):
             qwen(input_ids=tokens[None])

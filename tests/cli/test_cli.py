@@ -11,6 +11,7 @@ import math
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -245,6 +246,40 @@ def test_error_that_is_not_ours_keeps_its_traceback(run_python: Any) -> None:
     result = run_python(f"import sys\nfrom rlcore.cli import main as cli\n{code}")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+
+
+def told(monkeypatch: pytest.MonkeyPatch, command: str) -> str:
+    """Return what ``rlcore COMMAND`` writes at its end."""
+    monkeypatch.setattr(sys, "argv", ["rlcore", *shlex.split(command)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return str(ended.value.code)
+
+
+@pytest.mark.parametrize("command", ["checkpoint verify {}", "examples {}", "trace -o {} true", "plan {}"])
+def test_a_path_that_is_too_long_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
+    found = told(monkeypatch, command.format(tmp_path / ("x" * 300)))
+    assert found.startswith("rlcore: ") and "xxx" in found and "File name too long" in found
+    assert len(found.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EACCES, "give a path that you may use, or let its owner change the permissions"),
+        (errno.EISDIR, "give a file"),
+        (errno.ENOTTY, "give another path"),
+    ],
+)
+@pytest.mark.parametrize("path", ["a\x1bb", b"a\x1bb"])
+def test_an_error_of_the_system_about_a_path_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, number: int, advice: str, path: Any
+) -> None:
+    def fails() -> None:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr("rlcore.cli.main._run", fails)
+    assert told(monkeypatch, "version") == f"rlcore: a\\x1bb: {os.strerror(number)}; {advice}"
 
 
 class Unwritable(io.StringIO):

@@ -17,6 +17,7 @@ from rlcore.cli import main as cli
 from rlcore.engines import runtime
 from rlcore.errors import InvalidInputError
 from rlcore.trace.events import read_trace
+from tests.trace.test_trace_report import rolled_out
 from tests.warm import ENGINES, LIMIT_S, run_warm, warm, without_settings
 
 PROGRAM = """
@@ -45,6 +46,26 @@ def test_a_program_runs_with_its_arguments_and_is_reported(tmp_path: Path) -> No
     assert (tmp_path / "here/trace.html").is_file() and (tmp_path / "here/trace.json").is_file()
     again = traced(tmp_path, "")
     assert again.returncode == 1 and "here holds a trace already; give another --output" in again.stderr
+
+
+def test_a_trace_does_not_begin_where_its_report_would_replace_another_file(tmp_path: Path) -> None:
+    (tmp_path / "trace.html").write_text("years of work")
+    program = ["sh", "-c", f"touch {tmp_path / 'ran'}"]
+    with pytest.raises(InvalidInputError, match=r"trace\.html was not written by rlcore trace"):
+        CliRunner().invoke(cli.app, ["trace", "-o", str(tmp_path), *program], catch_exceptions=False)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("trace.html", "years of work")]
+
+
+def test_a_picture_replaces_no_file_unless_that_is_asked_for(tmp_path: Path) -> None:
+    rolled_out(tmp_path / "run", waits_ms=5)
+    picture = tmp_path / "a.svg"
+    picture.write_text("years of work")
+    command = ["trace", "--report", str(tmp_path / "run"), "--picture", str(picture)]
+    with pytest.raises(InvalidInputError, match=r"--picture .*a\.svg exists; give another file, or --force to replace"):
+        CliRunner().invoke(cli.app, command, catch_exceptions=False)
+    assert picture.read_text() == "years of work"
+    assert CliRunner().invoke(cli.app, [*command, "--force"]).stdout == f"{picture}\n"
+    assert "<svg" in picture.read_text()
 
 
 def test_a_program_that_is_killed_is_reported(tmp_path: Path) -> None:

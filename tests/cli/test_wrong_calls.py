@@ -21,6 +21,7 @@ from rlcore.bench.case import select_cases
 from rlcore.bench.record import read, write
 from rlcore.cli import main as cli
 from rlcore.compat import areal
+from rlcore.configuration_file import read_configuration
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import RlcoreError
 from rlcore.quickstart.config import QuickstartConfig
@@ -28,6 +29,8 @@ from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.output import RunFolder
 from rlcore.quickstart.policy import policy_class
 from rlcore.settings import Settings
+from rlcore.training.config import TrainConfig
+from rlcore.training.run_folder import TrainFolder
 from rlcore.types import IpcHandle
 from tests.bench.records import a_record
 from tests.rollout.simulated_engine import SimulatedEngine
@@ -266,6 +269,23 @@ COMMANDS = [
     ("checkpoint verify text.json", "text.json is no folder; give the one that save() or export() wrote"),
     ("bench compare a.json b.json --price a=inf", "--price must be NAME=USD an hour and device, with one of the name"),
     ("bench report a.json a.json", "a.json is given twice; name each record once"),
+    ("train deep.json", "deep.json is no YAML: maximum recursion depth exceeded"),
+    ("train train.yaml data.train=deep.jsonl", "line 1 of deep.jsonl is no JSON: maximum recursion depth exceeded"),
+    ("plan deep.json", "deep.json is no configuration of a model: RecursionError: maximum recursion depth exceeded"),
+    ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: "),
+    ("bench export deep.json", "deep.json is no rlcore.bench/1 record: "),
+    ("trace --report deep.json --picture a.png", "deep.json is no timeline that Timeline.save() wrote: "),
+    ("trace --report a.json --picture text.json", "--picture text.json exists; give another file, or --force to repl"),
+    (
+        "trace -o . true",
+        "{here}/trace.json was not written by rlcore trace, and its report would replace it; give another fol",
+    ),
+    ("quickstart --output theirs", "theirs/run.json cannot be read: it must have the fields"),
+    ("train train.yaml output=unsaved", "unsaved has the metrics of 11 steps and no checkpoint, and one was due after"),
+    (
+        "train train.yaml output=unsaved --resume",
+        "unsaved has the metrics of 11 steps and no checkpoint, and one was due after 10 steps; put unsaved/checkpoint",
+    ),
     ("examples mine", "mine/researcher.py exists; give another folder, or --force to replace the examples in it"),
 ]
 """Command, and how the error begins. Exit code 1."""
@@ -515,6 +535,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     (here / "open.yaml").write_text("actor: [1")
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x01")
     (here / "foreign.json").write_text('{"schema": "asv/2"}')
+    (here / "deep.json").write_text("[" * 100_000)
+    (here / "deep.jsonl").write_text("[" * 100_000)
+    (here / "trace.json").write_text("years of work")
     with (here / "huge.json").open("wb") as file:
         file.truncate(260_000_000)
     tiny = json.loads((here / "a.json").read_bytes())
@@ -529,6 +552,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
             run.append({"step": step, "reward": 0.5})
         run.checkpoint.mkdir()
         (run.checkpoint / "manifest.json").write_text("{}")
+    (here / "theirs").mkdir()
+    (here / "theirs" / "run.json").write_text('{"name": "years of work"}')
+    with TrainFolder(
+        read_configuration(here / "train.yaml", [f"output={here / 'unsaved'}"], TrainConfig), resume=False
+    ) as train:
+        train.begin()
+        train.append("metrics", [{"step": step} for step in range(12)])
     shutil.copytree(here / "run", here / "damaged")
     (here / "damaged" / "run.json").write_text("hello")
     return here

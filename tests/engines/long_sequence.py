@@ -1,6 +1,7 @@
 """One long sequence over workers that share it, beside one worker: the same log-probs, loss, gradients and weights.
 
-``python -m tests.engines.long_sequence --tokens 8192 --workers 4`` trains the shape of a Qwen2 0.5B for a step on CPUs.
+``python -m tests.engines.long_sequence --tokens 8192 --workers 4`` trains a Qwen2 for a step on CPUs, with the
+hidden and inner size and the layers of a 0.5B, and heads of 56 values, which divide by the workers.
 ``--sizes tensor_parallel_size=2 ...`` takes other sizes of ``build()``. The time of attention grows with the square of
 the length: on 131,072 tokens each layer of 16 heads takes 1e14 operations a step. ``--heads 4`` makes that a quarter at
 the same width, ``--vocabulary`` makes the output head smaller, ``--no-recompute`` keeps all activations, and

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -108,11 +109,25 @@ def test_weights_truncated_within_the_data_are_refused(qwen2_folder: Path, copy_
         check_model_folder(weights.parent)
 
 
-@pytest.mark.parametrize("header", [b"not json", b"[1, 2]  ", b'{"a": 1}', b"\xff\xfe{}    "])
-def test_a_damaged_header_is_refused(qwen2_folder: Path, copy_of: Copy, header: bytes) -> None:
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        (b"not json", ": JSON is malformed"),
+        (b"[1, 2]  ", ": Expected `object`, got `array`"),
+        (b'{"a": 1}', " for 'a': Expected `object`, got `int`"),
+        (b"\xff\xfe{}    ", ": "),
+        (b'{"a": {"shape": [2], "data_offsets": ["0", "8"]}}', " for 'a': Expected `int`, got `str` - at `$.data_off"),
+        (b'{"a": {"shape": [2], "data_offsets": "08"}}', " for 'a': Expected `array`, got `str` - at `$.data_offsets`"),
+        (b'{"a": {"shape": [2], "data_offsets": [0, 8.5]}}', " for 'a': Expected `int`, got `float`"),
+        (b'{"a": {"shape": "2", "data_offsets": [0, 8]}}', " for 'a': Expected `array`, got `str` - at `$.shape`"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
+    ],
+    ids=range(9),
+)
+def test_a_damaged_header_is_refused(qwen2_folder: Path, copy_of: Copy, header: bytes, told: str) -> None:
     weights = copy_of(qwen2_folder) / "model.safetensors"
     weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has a damaged header"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors has a damaged header{re.escape(told)}"):
         check_model_folder(weights.parent)
 
 
@@ -138,8 +153,36 @@ def test_an_index_cannot_point_out_of_the_folder(sharded_folder: Path, copy_of: 
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match=rf"names '{name}', which is not a file of this folder"):
         check_model_folder(index.parent)
-    index.write_text("{}")
-    with pytest.raises(CheckpointError, match="has no weight_map"):
+
+
+@pytest.mark.parametrize("name", [["a"], 3, None, {}])
+def test_an_index_names_files_by_text(sharded_folder: Path, copy_of: Copy, name: Any) -> None:
+    index = copy_of(sharded_folder) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
+    with pytest.raises(CheckpointError, match=re.escape(f"names {name!r}, which is not a file of this folder")):
+        check_model_folder(index.parent)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "\ud800", "a\0b", ".."])
+def test_an_index_of_files_that_cannot_be_there_says_that_they_are_missing(
+    sharded_folder: Path, copy_of: Copy, name: str
+) -> None:
+    index = copy_of(sharded_folder) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="names 1 files, of which 1 are missing: "):
+        check_model_folder(index.parent)
+
+
+@pytest.mark.parametrize("weight_map", ["[3]", "3", "{}", "null", "[" * 100_000])
+def test_an_index_without_a_weight_map_is_refused(sharded_folder: Path, copy_of: Copy, weight_map: str) -> None:
+    index = copy_of(sharded_folder) / "model.safetensors.index.json"
+    index.write_text(f'{{"weight_map": {weight_map}}}')
+    deep = "index.json is not valid JSON: "
+    shown = weight_map.replace("null", "None")
+    told = (
+        deep if len(weight_map) > 9 else f"index.json must be an object with the file of each tensor, got {shown}; dow"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(told)):
         check_model_folder(index.parent)
 
 

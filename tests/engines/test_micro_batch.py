@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 import rlcore
+from rlcore.engines.batch import to_packed
 from rlcore.engines.executors import step as train_step
 from rlcore.engines.executors.micro_batch import MicroBatch, micro_batches, on_device
 from rlcore.engines.executors.step import _accumulate
@@ -25,6 +27,7 @@ from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.rank_batch import WEIGHT, rank_batches
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
+from tests.counts import Counts
 
 from .plain_training import assert_metrics
 from .train_policy import policy_gradient, truth_of
@@ -44,6 +47,16 @@ def batch() -> dict[str, Tensor]:
         "advantages": torch.linspace(-1, 1, total),
         WEIGHT: weight_T,
     }
+
+
+def test_a_padded_batch_is_packed_without_what_wakes_every_thread_of_the_host() -> None:
+    mask_NL = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    ids_NL = torch.arange(mask_NL.numel()).view(mask_NL.shape)
+    with Counts() as counts:
+        packed = to_packed({"input_ids": ids_NL, "attention_mask": mask_NL, "advantages": torch.arange(5.0)})
+    assert packed["input_ids"].tolist() == ids_NL[mask_NL].tolist()
+    assert packed["advantages"].tolist() == [float(row) for row, length in enumerate(LENGTHS) for _ in range(length)]
+    assert not {"index", "repeat_interleave"} & counts.launches.keys()
 
 
 def parts_on(device: Any, max_tokens: int) -> list[MicroBatch]:
@@ -116,6 +129,7 @@ def test_a_worker_that_is_done_joins_in_with_what_compiled_blocks_take_for_any_o
     own = rank_batches(few | {"cu_seqlens": packed["cu_seqlens"][:2]}, 1, 12)[0]
     parts = list(micro_batches(replace(own, num_micro_batches=many), few[WEIGHT] != 0, 12, device.torch_device))
     assert [len(part.rows_S) for part in parts] == [11, 0, 0]
+    assert [part.num_counted for part in parts] == [12, 0, 0]
     for part in parts:
         assert min(len(tensor) for tensor in part.tokens.values()) > 1, "the compiler takes a size of 1 for a constant"
 
@@ -140,7 +154,7 @@ def test_no_micro_batch_waits_for_the_device(policy: Any, qwen2_folder: Path) ->
     weight_T = whole.pop(WEIGHT)
     truth = truth_of(policy, qwen2_folder, "cuda")
     step = truth.step(whole | {"loss_mask": weight_T != 0}, policy_gradient, weight_T=weight_T)
-    assert_metrics({name: float(value) for name, value in metrics.joined().items()}, *step)
+    assert_metrics({name: float(value) for name, value in metrics.joined(num_alike=1).items()}, *step)
 
 
 class Scaled(torch.optim.Optimizer):
@@ -154,17 +168,26 @@ class Scaled(torch.optim.Optimizer):
             parameter.sub_(torch.where(self.found_inf > 0, 0.0, parameter.grad / self.grad_scale))  # type: ignore[attr-defined]
 
 
-def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3Moe"])
+def test_the_host_reads_nothing_before_the_end_of_a_step(
+    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """On the meta device there is nothing to read: an ``item()``, a ``nonzero`` or a copy to the host raises."""
-    from transformers import Qwen2ForCausalLM
+    import transformers
 
-    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    folder = write_checkpoint(
+        getattr(transformers, f"{kind}Config")(**tiny_config | (experts if "Moe" in kind else {}))
+    )
+
+    class Policy(HuggingFaceTrainModule, getattr(transformers, f"{kind}ForCausalLM")):  # type: ignore[misc]
         pass
 
     with rlcore.meta_device():
-        module = Policy.from_pretrained(qwen2_folder)
+        module = Policy.from_pretrained(folder)
     place = torch.device("meta")
-    shard(module, Sharding(), place, lambda: None, size=1)
+    dtype = "bfloat16" if kind == "Qwen3Moe" else "float32"  # what torch's grouped product takes there
+    shard(module, Sharding(dtype=dtype), place, lambda: None, size=1)
     module.to(place)
     module.optimizer = Scaled(module.parameters(), {"lr": 1.0})
     device = SimpleNamespace(torch_device=place, profiler=SimpleNamespace(range=lambda name: nullcontext()))
@@ -182,6 +205,7 @@ def test_the_host_reads_nothing_before_the_end_of_a_step(qwen2_folder: Path, mon
     with pytest.raises(RuntimeError, match="all is launched"):
         train_step.train_step(OneDevice(module, device), own, ppo_clip(), options)
     assert {"loss", "grad_norm"} <= set(begun)
+    assert ("expert_load/entropy" in begun) is (kind == "Qwen3Moe")
 
 
 CUTTING_IN_A_PROCESS_OF_FOUR_THREADS = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,33 @@ from torch import Tensor
 
 import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.ops import gspo, ppo_clip
+from rlcore.ops import gspo
 from rlcore.packed.sequence_parallel import own_tokens
 from tests.accuracy import rounding
 
 from . import long_sequence
 from .plain_training import Truth, assert_metrics
 from .train_batches import VOCAB, packed_batch
-from .train_policy import Build, Regression, regression_weights, train_policy
+from .train_policy import (
+    Build,
+    Place,
+    Regression,
+    loss_on,
+    places,
+    regression_weights,
+    train_policy,
+    truth_of,
+    two_of,
+)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
 UNEVEN = ((12, 3, 7, 2, 9, 5, 14), 16384), ((12, 3, 7, 2, 9, 5, 14), 15), ((41,), 41)
 """Lengths of sequences, and the most tokens of a micro-batch: 52 tokens divide by 4, 41 and those of parts do not."""
+
+SHARED = {"sequence_parallel_size": 2}
+multigpu = pytest.mark.multigpu
+on_two = places(("cpu", 2, ()), ("cuda", 2, multigpu))
 
 
 class Sliced(train_policy()):  # type: ignore[misc]
@@ -47,23 +62,26 @@ def policy() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "options"),
+    ("place", "options"),
     [
-        (4, {"sequence_parallel_size": 4}),
-        (4, {"sequence_parallel_size": 2, "activation_checkpointing": "selective"}),
-        (2, {"sequence_parallel_size": 2, "activation_checkpointing": True}),
+        pytest.param(Place("cpu", 4), {"sequence_parallel_size": 4}, id="keys and values replicated"),
+        pytest.param(Place("cpu", 4), SHARED | {"activation_checkpointing": "selective"}, id="two groups"),
+        pytest.param(Place("cpu", 2), SHARED | {"activation_checkpointing": True}, id="recomputed"),
+        pytest.param(Place("cuda", 2), SHARED, id="2 cuda", marks=multigpu),
+        pytest.param(Place("cuda", 2), SHARED | {"activation_checkpointing": True}, id="2 cuda, rec.", marks=multigpu),
+        pytest.param(Place("cuda", 4), {"sequence_parallel_size": 4}, id="4 cuda, replicated", marks=multigpu),
     ],
-    ids=["keys and values replicated", "two groups", "recomputed"],
 )
 def test_steps_and_log_probs_are_those_of_plain_pytorch(
-    build: Build, truth: Truth, workers: int, options: dict[str, Any]
+    build: Build, policy: Any, qwen2_folder: Path, place: Place, options: dict[str, Any]
 ) -> None:
-    engine = build(workers, **options)
+    engine, truth = build(place.workers, place.device, **options), truth_of(policy, qwen2_folder, place.device)
+    loss = loss_on(place.device)
     for lengths, max_tokens in UNEVEN:
         batch, limit = packed_batch(lengths), {"max_tokens_per_micro_batch": max_tokens}
-        evaluated = engine.eval_batch(batch, ppo_clip(), **limit)
-        found = engine.train_batch(batch, ppo_clip(), **limit)
-        step = truth.step(batch, ppo_clip())
+        evaluated = engine.eval_batch(batch, loss, **limit)
+        found = engine.train_batch(batch, loss, **limit)
+        step = truth.step(batch, loss)
         assert_metrics(evaluated, *step)
         assert_metrics(found, *step)
         truth.assert_logprobs(engine.forward_logprobs(batch, temperature=0.7, **limit), batch, temperature=0.7)
@@ -72,7 +90,7 @@ def test_steps_and_log_probs_are_those_of_plain_pytorch(
 
 @pytest.mark.slow
 def test_a_long_sequence_is_that_of_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that takes any length and the shape of a 0.5B; here the tiny one, in one run and in two."""
+    """The program that takes any length and the width of a 0.5B; here the tiny one, in one run and in two."""
     num_tokens, file = 512, str(tmp_path / "one.pt")
     shape = ["--tiny", "--tokens", str(num_tokens)]
     found = long_sequence.main(shape)
@@ -91,8 +109,10 @@ def test_a_long_sequence_is_that_of_one_worker(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_loss_of_sequences_sees_all_of_each(build: Build, truth: Truth) -> None:
-    engine, batch = build(4, sequence_parallel_size=4), packed_batch()
+@places(("cpu", 4, ()), ("cuda", 2, multigpu))
+def test_a_loss_of_sequences_sees_all_of_each(build: Build, policy: Any, qwen2_folder: Path, place: Place) -> None:
+    engine = build(place.workers, place.device, sequence_parallel_size=place.workers)
+    truth, batch = truth_of(policy, qwen2_folder, place.device), packed_batch()
     loss = gspo(clip_low=1.0, clip_high=1.0)
     lengths = batch["cu_seqlens"].diff()
     counts = torch.stack([part.sum() for part in batch["loss_mask"].split(lengths.tolist())])
@@ -109,18 +129,23 @@ def test_a_loss_of_sequences_sees_all_of_each(build: Build, truth: Truth) -> Non
 
 
 @pytest.mark.slow
-def test_adapters_alone_train(build: Build, qwen2_folder: Path, shared_devices: tuple[str, ...], policy: Any) -> None:
+@on_two
+def test_adapters_alone_train(
+    build: Build, qwen2_folder: Path, shared_devices: tuple[str, ...], policy: Any, place: Place
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     from .test_train_lora import TARGETS, lora_module, plain_with
 
-    build(2, sequence_parallel_size=2)
+    build(2, place.device, **SHARED)  # its processes and groups are there already
+    loss = loss_on(place.device)
     with rlcore.TrainEngine(lora_module(policy, qwen2_folder, target_modules=TARGETS)) as engine:
-        engine.build(devices=shared_devices[:2], sequence_parallel_size=2)
+        engine.build(devices=two_of(place.device, shared_devices), **SHARED)
         fresh = engine.state_dict(adapters="only")
-        truth = Truth(lambda: plain_with(fresh, policy, qwen2_folder, target_modules=TARGETS))
+        adapted = partial(plain_with, fresh, policy, qwen2_folder, target_modules=TARGETS)
+        truth = Truth(adapted, device=place.device)
         for lengths, _ in UNEVEN:
             batch = packed_batch(lengths)
-            truth.assert_step(engine.train_batch(batch, ppo_clip()), batch, ppo_clip())
+            truth.assert_step(engine.train_batch(batch, loss), batch, loss)
         truth.assert_weights(engine.state_dict(adapters="only"), adapters="only")
 
 

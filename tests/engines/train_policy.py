@@ -19,6 +19,7 @@ from torch import Tensor
 import rlcore
 from rlcore._torch_private import TorchDispatchMode
 from rlcore.nn import HuggingFaceTrainModule, OutputHead, TrainModule
+from rlcore.ops import ppo_clip
 from rlcore.weights.view import whole
 
 from .plain_training import Truth
@@ -43,6 +44,16 @@ def places(*workers_of_each: tuple[str, int, Any]) -> Any:
         [pytest.param(Place(device, workers), marks=marks) for device, workers, marks in workers_of_each],
         ids=lambda place: f"{place.workers} {place.device}",
     )
+
+
+def two_of(device: str, shared_devices: Sequence[str]) -> list[str]:
+    """Return two devices of this type; of the CPU those whose processes the files share."""
+    return list(shared_devices[:2]) if device == "cpu" else [f"{device}:{index}" for index in range(2)]
+
+
+def loss_on(device: str) -> Any:
+    """Return PPO's loss; on a GPU one without a clip, beside whose edge TF32 may put a token on the other side."""
+    return ppo_clip() if device == "cpu" else policy_gradient
 
 
 def adamw_policy(transformers_class: Any, **options: Any) -> Any:

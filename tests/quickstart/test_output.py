@@ -146,6 +146,31 @@ def test_a_folder_of_other_things_is_refused_and_left_alone(config: QuickstartCo
     assert [file.name for file in config.output.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("record", ['{"name": "my experiment"}', "hello", "[" * 100_000])
+def test_a_run_json_of_somebody_else_is_refused_and_left_alone(config: QuickstartConfig, record: str) -> None:
+    config.output.mkdir(parents=True)
+    (config.output / "run.json").write_text(record)
+    (config.output / "metrics.jsonl").write_text('{"step": 0}\n')
+    for is_resumed in (False, True):
+        with pytest.raises(CheckpointError, match=r"run\.json cannot be read: .*; use another --output"):
+            RunFolder(replace(config, resume=is_resumed))
+    assert (config.output / "run.json").read_text() == record
+    assert (config.output / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_model_without_a_checkpoint_is_not_replaced(config: QuickstartConfig) -> None:
+    with RunFolder(config) as folder:
+        folder.begin()
+        folder.model.mkdir()
+    with pytest.raises(InvalidInputError, match="holds another run"):
+        RunFolder(config)
+    with (
+        RunFolder(replace(config, resume=True)) as folder,
+        pytest.raises(CheckpointError, match="has a trained model and no checkpoint; put"),
+    ):
+        folder.has_checkpoint()
+
+
 def test_a_file_in_the_place_of_the_folder_is_refused(config: QuickstartConfig) -> None:
     config.output.parent.mkdir()
     config.output.write_text("")
@@ -307,12 +332,12 @@ def test_a_line_cut_short_does_not_count_and_does_not_spoil_the_next(config: Qui
 @pytest.mark.parametrize(
     ("lines", "wrong"),
     [
-        ([], "step 0 is missing"),
-        ([0, 1], "step 2 is missing"),
-        ([1, 2, 3], "step 0 is missing"),
-        ([0, 1, 3], "step 2 is missing"),
-        ([0, 1, 1, 2, 3], "some are there twice, or not in order"),
-        (None, "step 0 is missing"),
+        ([], "has 0 for step 0"),
+        ([0, 1], "has 0 for step 2"),
+        ([1, 2, 3], "has 0 for step 0"),
+        ([0, 1, 3], "has 0 for step 2"),
+        ([0, 1, 1, 2, 3], "has 2 for step 1"),
+        (None, "has 0 for step 0"),
     ],
 )
 def test_a_run_whose_metrics_were_cut_is_not_gone_on_with_and_left_as_it_is(
@@ -326,7 +351,7 @@ def test_a_run_whose_metrics_were_cut_is_not_gone_on_with_and_left_as_it_is(
         path.write_text("".join(whole[line] for line in lines) + '{"step": 4, "cut')
     before = {file.name: file.read_bytes() for file in config.output.iterdir()}
     message = (
-        f"{path} must have a line for each step up to 3, after which the checkpoint is, and {wrong}; "
+        f"{path} must have 1 line for each step from 0 to 3, after which the checkpoint is, and {wrong}; "
         "put the file back as it was, or start again with another --output"
     )
     with (
@@ -356,7 +381,10 @@ def test_a_damaged_line_is_named(config: QuickstartConfig, line: bytes) -> None:
         file.write(line)
     with (
         RunFolder(replace(config, resume=True)) as folder,
-        pytest.raises(CheckpointError, match=r"line 3 of .*metrics\.jsonl is damaged: .*; remove that line"),
+        pytest.raises(
+            CheckpointError,
+            match=r"line 3 of .*metrics\.jsonl is damaged: .*; put the file back as it was, or start again",
+        ),
     ):
         folder.read()
 

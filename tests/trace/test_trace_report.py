@@ -52,6 +52,20 @@ def test_the_tables_say_where_the_time_goes(tmp_path: Path) -> None:
     assert "Why cuda:0 is idle" in text and "trace.html: open it in a browser" in text
 
 
+@pytest.mark.parametrize("name", ["trace.json", "trace.html"])
+def test_a_report_replaces_its_own_files_and_no_others(tmp_path: Path, name: str) -> None:
+    colocated(tmp_path)
+    make_report(tmp_path)
+    make_report(tmp_path)
+    for foreign in ('{"traceEvents": []}', "<title>my trace</title>", ""):
+        (tmp_path / name).write_text(foreign)
+        with pytest.raises(
+            InvalidInputError, match=rf"{name} was not written by rlcore trace, and its report would rep"
+        ):
+            make_report(tmp_path)
+        assert (tmp_path / name).read_text() == foreign
+
+
 def test_the_page_loads_nothing_and_shows_hostile_names_as_text(tmp_path: Path) -> None:
     made = colocated(tmp_path, steps=3)
     made.program.span(HOSTILE, 2300, 2340)
@@ -190,6 +204,8 @@ def test_two_programs_are_drawn_on_one_scale(tmp_path: Path) -> None:
         for lane in ("trainer", "sampler 0")
     )
     assert "<!-- 0.25 -->" in drawn and "<!-- 0.5 -->" not in drawn, "the longest takes 276 ms from its first wait"
+    draw_gantt(folders, tmp_path / "both")  # of no format: a PNG of this very name
+    assert (tmp_path / "both").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "both.png").exists()
     with pytest.raises(InvalidInputError, match=r"the picture cannot be written to .*both\.nothing"):
         draw_gantt(folders, tmp_path / "both.nothing")
     colocated(tmp_path)

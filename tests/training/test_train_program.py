@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,16 @@ def reward(item, text):
 
 def workflow(config):
     return Grouped(SingleTurn(reward, {"max_tokens": config.rollout.max_tokens}), config.rollout.samples)
+"""
+
+HANGING = """
+import pathlib, time
+
+def reward(item, text):
+    while pathlib.Path("hang").exists():
+        pathlib.Path("hangs").touch()
+        time.sleep(0.05)
+    return text.count("7") / 8
 """
 
 
@@ -181,9 +192,9 @@ def test_it_learns_synchronously_on_a_shared_device_and_by_a_workflow(folder: Pa
     assert metrics[-1]["held_out_reward"] > metrics[0]["held_out_reward"] + 0.03
 
 
-def begin(folder: Path) -> subprocess.Popen[str]:
+def begin(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """Begin a run in a process of its own, and return when it has done a step beyond its first checkpoint."""
-    command = [*warm(*ENGINES), "-m", "rlcore", "train", "config.yaml", "steps=12", "--resume"]
+    command = [*warm(*ENGINES), "-m", "rlcore", "train", "config.yaml", "steps=12", "--resume", *overrides]
     process = subprocess.Popen(command, cwd=folder, env=without_settings(), text=True, stderr=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
@@ -213,18 +224,24 @@ def test_kill_and_ctrl_c_lose_nothing_and_repeat_nothing(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(folder: Path) -> None:
-    process = begin(folder)
+def test_a_second_ctrl_c_ends_it_at_once_though_a_reward_hangs(folder: Path) -> None:
+    (folder / "sevens.py").write_text(HANGING)
+    process = begin(folder, "rollout.max_staleness=0")
+    (folder / "hang").touch()
+    while not (folder / "hangs").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     # Two signals are one while the first waits to be handled.
     assert any("press Ctrl-C again to stop at once" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()
-    assert (
-        process.returncode == 130 and "stopped at once; continue after the last checkpoint with: rlcore train" in told
-    )
-    train("steps=12", "--resume")
+    assert process.returncode == 130, told
+    assert "what was interrupted ended with RolloutTimeoutError: episodes that close() cancelled go on" in told
+    assert "stopped at once; continue after the last checkpoint with: rlcore train" in told
+    (folder / "hang").unlink()
+    train("steps=12", "--resume", "rollout.max_staleness=0")
     check_episodes(folder, 12)
 
 

@@ -38,7 +38,9 @@ EVEN, UNEVEN = Sizes(V=16, layers=1), Sizes(V=11, I=12, layers=1)
 Trainer = tuple[int, int, int]
 """Numbers of ranks: of FSDP, of tensor and of expert parallelism. Experts lie over the same ranks by (FSDP, EP)."""
 TRAINERS: dict[str, Trainer] = {
+    "FSDP 3": (3, 1, 1),
     "FSDP 4": (4, 1, 1),
+    "FSDP 8": (8, 1, 1),
     "TP 2": (1, 2, 1),
     "TP 4, EP 4": (1, 4, 4),
     "FSDP 2 x TP 2": (2, 2, 1),
@@ -49,8 +51,8 @@ TRAINERS: dict[str, Trainer] = {
     "FSDP 4 x TP 2, EP 2": (4, 2, 2),
     "FSDP 2 x TP 4": (2, 4, 1),
 }
-SAMPLERS = list(itertools.product((1, 2, 4), (1, 2)))
-"""Numbers of ranks: of tensor parallelism, and replicas of it."""
+SAMPLERS = [(1, False), *itertools.product((2, 4), (False, True))]
+"""Numbers of ranks, and whether each has whole experts: else a part of each. A replica's plan is that of one alone."""
 
 
 def tensor_parallel_dim(name: str) -> int | None:
@@ -154,7 +156,7 @@ def held_by(manifest: WeightManifest, trainer: Trainer) -> WeightManifest:
 @pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("trainer", TRAINERS.values(), ids=TRAINERS.keys())
 def test_every_trainer_fills_every_sampler(trainer: Trainer, sizes: Sizes) -> None:
-    """Sixty pairs. Replicas of a sampler have plans of their own, of which each reads each byte once."""
+    """Sixty pairs, each of even and of uneven weights."""
     assert len(TRAINERS) * len(SAMPLERS) == 60
     manifest, weights = plain(sizes, is_packed=trainer[2] > 1)
     named = {one.parameter: one.name for one in manifest.weights}
@@ -164,9 +166,9 @@ def test_every_trainer_fills_every_sampler(trainer: Trainer, sizes: Sizes) -> No
         for number, tensor in enumerate(parameters_of(manifest, weights))
         for rank in range(trainer[0] * trainer[1])
     }
-    for size, replicas in SAMPLERS:
-        for rank in list(range(size)) * replicas:
-            assert_is_loaded(held, parts, sizes, Share(size=size, rank=rank))
+    for size, splits_experts in SAMPLERS:
+        for rank in range(size):
+            assert_is_loaded(held, parts, sizes, Share(size=size, rank=rank, splits_experts=splits_experts))
 
 
 @pytest.mark.parametrize("dims", [(1,), (0, 1), (1, 1), (None, 1), (1, None)], ids=str)

@@ -1,0 +1,36 @@
+"""The rows of a router, which are the packed tokens that a model computes, as it may have laid them out.
+
+Letters: T packed tokens, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rlcore.errors import RlcoreError
+
+
+def rows_of(values_T: Tensor, lengths: Sequence[int], num_rows: int, *, fill: int) -> Tensor:
+    """Return [R, ...] the values of so many rows: of packed tokens, of packed tokens and padding, or of padded rows.
+
+    Args:
+        values_T: [T, ...], of each token.
+        lengths: tokens of each sequence, should they run padded.
+        fill: the value of padding.
+
+    Raises:
+        RlcoreError: the rows are laid out in none of these ways.
+    """
+    missing = num_rows - len(values_T)
+    if not missing:
+        return values_T
+    if num_rows == len(lengths) * max(lengths):
+        parts = torch.split(values_T, list(lengths))
+        return nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=fill).flatten(0, 1)
+    if missing > 0:  # ranks that share a row pad it, so that it divides
+        return pad(values_T, (*(0, 0) * (values_T.dim() - 1), 0, missing), value=fill)
+    raise RlcoreError(f"a router has {num_rows} rows, and the model computes {len(values_T)} tokens")
