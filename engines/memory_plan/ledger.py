@@ -232,7 +232,7 @@ _READS = {COPY_TO: _CopyToHost(), READ_SCALAR: _Read()}
 
 
 class _Operator:
-    """What there is to know about an operator, looked up once."""
+    """An operator with all that there is to know about it, looked up once."""
 
     def __init__(self, func: Any, inside: Inside | None, flops: Callable[[Any, Any, Any], int] | None) -> None:
         self.func, self.inside, self.flops = func, inside, flops
