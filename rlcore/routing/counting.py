@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,27 +42,59 @@ def counting(routers: Sequence[Router], counts_LE: Tensor, is_counted_T: Tensor,
         is_counted_T: int64, 1 for each of the packed tokens that counts, or else 0.
         cu_seqlens: [N + 1], on the host: where the sequences begin, should they run padded.
     """
-    with contextlib.ExitStack() as stack:
-        for router, counts_E in zip(routers, counts_LE.unbind(), strict=True):
-            count = functools.partial(_count, counts_E, is_counted_T, cu_seqlens)
-            stack.enter_context(answering(router.experts, _counting(router.experts.forward, count)))
-        yield
+    number = next(_numbers)
+    _open[number] = counts_LE
+    try:
+        with contextlib.ExitStack() as stack:
+            for row, router in enumerate(routers):
+                count = _Count(torch.tensor([number, row], device="cpu"), is_counted_T, cu_seqlens)
+                stack.enter_context(answering(router.experts, _counting(router.experts.forward, count)))
+            yield
+    finally:
+        del _open[number]
 
 
-def _counting(forward: Callable[..., Any], count: Callable[[Tensor], None]) -> Callable[..., Any]:
+class _Count(NamedTuple):
+    """The arguments of ``count_rows`` for one router."""
+
+    place: Tensor
+    """On the host: the number of the open counts, and the row of the router in them."""
+    is_counted_T: Tensor
+    cu_seqlens: Tensor
+
+
+def _counting(forward: Callable[..., Any], count: _Count) -> Callable[..., Any]:
     @functools.wraps(forward)
     def counting_forward(hidden_states: Tensor, selected_RK: Tensor, *others: Any) -> Any:
-        count(selected_RK)
+        if torch.compiler.is_compiling():
+            selected_RK = _counted(selected_RK, *count)
+        else:
+            count_rows(selected_RK, *count)
         return forward(hidden_states, selected_RK, *others)
 
     return counting_forward
 
 
-def count_rows(counts_E: Tensor, is_counted_T: Tensor, cu_seqlens: Tensor, selected_RK: Tensor) -> None:
+_numbers = itertools.count()
+_open: dict[int, Tensor] = {}
+"""Counts by number, which is what an operator can be given. Were the counts themselves an argument, autograd would find
+them changed where compiled code computes a block again."""
+
+
+def count_rows(selected_RK: Tensor, place: Tensor, is_counted_T: Tensor, cu_seqlens: Tensor) -> None:
     """Count the rows of each expert, without a wait for the device."""
+    number, row = place.tolist()
     is_counted_R = rows_of(is_counted_T, cu_seqlens.diff().tolist(), len(selected_RK), fill=0)
-    counts_E.index_add_(0, selected_RK.flatten(), is_counted_R[:, None].expand_as(selected_RK).flatten())
+    _open[number][row].index_add_(0, selected_RK.flatten(), is_counted_R[:, None].expand_as(selected_RK).flatten())
 
 
-_count = torch.library.custom_op("rlcore::count_experts", count_rows, mutates_args=("counts_E",))
-"""To the compiler it is one operator: no graph breaks at it."""
+@torch.library.custom_op("rlcore::count_experts", mutates_args=())
+def _counted(selected_RK: Tensor, place: Tensor, is_counted_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the same selection, counted. To the compiler it is one operator: no graph breaks at it."""
+    count_rows(selected_RK, place, is_counted_T, cu_seqlens)
+    return selected_RK.clone()
+
+
+@_counted.register_fake
+def _(selected_RK: Tensor, place: Tensor, is_counted_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return torch.empty_like(selected_RK, memory_format=torch.contiguous_format)

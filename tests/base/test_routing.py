@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcore.errors import InvalidInputError, RlcoreError, UnsupportedError
 from rlcore.packed.attention import packed_hidden_states
-from rlcore.routing.counting import can_count, count_rows, counting
+from rlcore.routing.counting import can_count, counting
 from rlcore.routing.record import RouteRecorder
 from rlcore.routing.replay import check_routes, joined_routes, replaying
 from rlcore.routing.routers import NO_ROUTE, ROUTES, routers_of, selecting
@@ -159,10 +159,15 @@ def test_experts_are_counted_by_what_their_routers_select(model: Any) -> None:
     assert not any("forward" in vars(router.experts) for router in routers)
 
 
-def test_a_count_waits_for_no_device() -> None:
+def test_a_count_waits_for_no_device(qwen: Any) -> None:
     """On the meta device there is nothing to wait for: an ``item()`` or a ``bincount`` raises."""
-    counts, is_counted, selected = (torch.zeros(shape, dtype=torch.int64, device="meta") for shape in (6, 9, (15, 2)))
-    count_rows(counts, is_counted, torch.tensor([0, 2, 7, 9]), selected)
+    is_counted = torch.ones(9, dtype=torch.int64, device="meta")
+    routers, counts = routers_of(qwen), torch.zeros(2, 6, dtype=torch.int64, device="meta")
+    hidden, selected = torch.zeros(15, 32, device="meta"), torch.zeros(15, 2, dtype=torch.int64, device="meta")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routers[0].experts, "forward", lambda *given: given[1])
+        with counting(routers, counts, is_counted, torch.tensor([0, 2, 7, 9])):
+            assert routers[0].experts.forward(hidden, selected) is selected
 
 
 @pytest.mark.parametrize("implementation", [None, "padded"])

@@ -3,7 +3,7 @@ before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,29 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, packed: Any, 
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_compiled_block_is_one_graph(qwen2_folder: Path, monkeypatch: pytest.MonkeyPatch, recomputes: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "recomputes"),
+    [
+        ("Qwen2", False),
+        pytest.param("Qwen2", True, marks=pytest.mark.slow),
+        pytest.param("Qwen3Moe", False, marks=pytest.mark.slow),  # whose load is counted on the way
+        pytest.param("Qwen3Moe", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_block_is_one_graph(
+    write_checkpoint: Callable[..., Path],
+    tiny_config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    recomputes: bool,
+) -> None:
+    import transformers
     from torch._dynamo.utils import counters
-    from transformers import Qwen2ForCausalLM
 
-    Policy = adamw_policy(Qwen2ForCausalLM, lr=1e-2)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    config = tiny_config | (experts if kind == "Qwen3Moe" else {})
+    folder = write_checkpoint(getattr(transformers, f"{kind}Config")(**config))
+    Policy = adamw_policy(getattr(transformers, f"{kind}ForCausalLM"), lr=1e-2)
 
     possible = choice.Implementation(attend, lambda call, device: None)
     monkeypatch.setitem(choice.IMPLEMENTATIONS, "per_sequence", possible)
@@ -46,7 +63,7 @@ def test_a_compiled_block_is_one_graph(qwen2_folder: Path, monkeypatch: pytest.M
     torch.compiler.reset()
     counters.clear()
     with rlcore.meta_device():
-        module = Policy.from_pretrained(qwen2_folder)
+        module = Policy.from_pretrained(folder)
     with rlcore.TrainEngine(module) as engine:
         engine.build(
             devices="cpu",
