@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlcore.atomic import resolved
 from rlcore.bench.record import CROWDED, CaseResult, Record, identity
 from rlcore.errors import InvalidInputError, MissingDependencyError
 
@@ -317,16 +318,16 @@ def _is_same_code(a: Record, b: Record) -> bool:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return the default names of runs: those of their files, with folders where the names are the same.
+    """Return the default names of runs: those of their files; where two are the same, the paths as they are given.
 
     Raises:
         InvalidInputError: a file is given twice.
     """
     for number, path in enumerate(paths):
-        if path.resolve() in (earlier.resolve() for earlier in paths[:number]):
+        if resolved(path) in (resolved(earlier) for earlier in paths[:number]):
             raise InvalidInputError(f"{path} is given twice; name each record once")
     stems = [path.stem for path in paths]
-    return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in paths]
+    return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
 
 
 def parse_prices(given: list[str], names: list[str]) -> dict[str, float]:

@@ -353,7 +353,7 @@ def line_of(data: bytes, path: str) -> int:
                 value = msgspec.json.decode(value, type=dict[str, msgspec.Raw])[name]
             else:
                 value = msgspec.json.decode(value, type=list[msgspec.Raw])[int(index)]
-        except (LookupError, msgspec.DecodeError, UnicodeDecodeError):
+        except (LookupError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             break
     return data.count(b"\n", 0, _address(value) - _address(data)) + 1
 

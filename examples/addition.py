@@ -14,6 +14,7 @@ import torch
 
 import rlcore
 from rlcore.quickstart import task
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.pretrained import tokenizer_of
@@ -38,6 +39,7 @@ def verify(item: dict[str, Any], text: str) -> float:
     return task.reward(task.Problem(item["a"], item["b"]), text)
 
 
+@host_threads(1)  # the model is small: more threads of the host would wait for each other
 def main(folder: str, seed: int = 0) -> None:
     path = quickstart_model(seed=seed)
     tokenizer, problems = tokenizer_of(path), task.problems("train", seed=0)

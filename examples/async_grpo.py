@@ -19,6 +19,7 @@ import torch
 import rlcore
 from rlcore.ops import decoupled_ppo, group_advantage
 from rlcore.quickstart import task
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.pretrained import tokenizer_of
@@ -131,6 +132,7 @@ def accuracy(rollout: RolloutController, held_out: list[Any], answer: SingleTurn
     return sum(one.trajectories[0].reward for one in episodes) / len(held_out)
 
 
+@host_threads(1)  # the model is small: more threads of the host would wait for each other
 def main(
     max_staleness: int = 1,
     steps: int = 40,

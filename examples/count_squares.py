@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor, Qwen2_5_VLConfig, Qwen2_5_VLForCond
 import rlcore
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import group_advantage, ppo_clip
+from rlcore.quickstart.host_threads import host_threads
 
 TOKENS = [*"0123456789", "?", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 QUESTION, START, END, IMAGE, VIDEO = (
@@ -132,6 +133,7 @@ def score(infer: rlcore.InferenceEngine, held_out: tuple[list[dict[str, Any]], T
     return float((answers == red).float().mean())
 
 
+@host_threads(1)  # the model is small: more threads of the host would wait for each other
 def main(argv: list[str] | None = None) -> tuple[float, float]:
     """Train; print, and return, the held-out score before and after."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -17,6 +17,7 @@ from transformers import Qwen2ForCausalLM
 
 import rlcore
 from rlcore.nn import HuggingFaceTrainModule
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.model import quickstart_model
 
 
@@ -42,7 +43,8 @@ rlcore.init(launcher=options.launcher, address=options.address)
 path = quickstart_model(seed=0)  # or the folder of any Qwen2, which all hosts have
 with rlcore.meta_device():
     module = Policy.from_pretrained(path)
-with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path) as infer:
+# The model is small: more threads of the host would wait for each other.
+with host_threads(1), rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path) as infer:
     train.build(data_parallel_size=options.devices, num_hosts=options.hosts)
     infer.build(colocate_with=train)
     print(f"trainer and samplers on {', '.join(train.devices)}")

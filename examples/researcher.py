@@ -5,6 +5,7 @@ from transformers import Qwen2ForCausalLM
 
 import rlcore
 from rlcore.nn import HuggingFaceTrainModule
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.model import quickstart_model
 
 
@@ -21,7 +22,8 @@ def policy_gradient(logprob, entropy, per_token):  # vectors, one entry a token;
 path = quickstart_model(seed=0)  # or the folder of any Qwen2
 with rlcore.meta_device():
     module = Policy.from_pretrained(path)  # reads only the config
-with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path) as infer:
+# The model is small: more threads of the host would wait for each other.
+with host_threads(1), rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path) as infer:
     train.build(onload=False)
     infer.build(colocate_with=train)
     for step in range(10):

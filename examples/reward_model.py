@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassificat
 import rlcore
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import group_advantage, ppo_clip
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.model import quickstart_model
 from rlcore.rollout import RolloutController, SingleTurn, collate_trajectories
 
@@ -88,6 +89,7 @@ def improve(policy: rlcore.TrainEngine, reward_model: rlcore.TrainEngine, batch:
     policy.train_batch(batch, ppo_clip())
 
 
+@host_threads(1)  # the model is small: more threads of the host would wait for each other
 def main(num_lessons: int = 30, num_steps: int = 8) -> tuple[float, float, float]:
     torch.manual_seed(0)
     path = quickstart_model(seed=0)

@@ -19,6 +19,8 @@ vocab_size = AutoConfig.from_pretrained(path).vocab_size
 prompts = torch.randint(vocab_size, (64, 16), generator=torch.Generator().manual_seed(0)).tolist()
 
 if __name__ == "__main__":
+    if not FOLDER:
+        torch.set_num_threads(1)  # the model is small: more threads of the host would wait for each other
     with rlcore.meta_device():
         module = policy_class(path).from_pretrained(path)
     with rlcore.TrainEngine(module) as train, rlcore.InferenceEngine(path, executor=EXECUTOR) as infer:

@@ -96,15 +96,12 @@ def _smaller(failed: Failed) -> Iterator[int]:
 
 
 def _run(module: TrainModule, sharding: Sharding, device: PlannedDevice, failed: Failed, room: int) -> None:
-    """Run one full micro-batch. Raises PlannedMemoryError if it takes more than ``room``."""
+    """Run a step of full micro-batches, at most two. Raises PlannedMemoryError if it takes more than ``room``."""
     trainer = PlannedTrainer(module, sharding, device, room)
     lengths, most = sorted(failed.lengths, reverse=True), failed.max_tokens
     chosen = [length for length, end in zip(lengths, itertools.accumulate(lengths), strict=True) if end <= most]
-    batch = batch_of(chosen)
     if not failed.trains:
-        trainer.score(batch, score_options(most))
+        trainer.score(batch_of(chosen), score_options(most))
         return
-    trainer.make_optimizer_state()
-    if len(chosen) < len(lengths):
-        trainer.make_gradients()
-    trainer.train(batch, ppo_clip(), step_options(most))
+    batch = batch_of(chosen * (1 if len(chosen) == len(lengths) else 2))  # the first micro-batch keeps its gradients
+    trainer.train_settled(batch, ppo_clip(), step_options(most))

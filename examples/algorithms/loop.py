@@ -21,6 +21,7 @@ from torch import Tensor
 import rlcore
 from rlcore.ops import LossFn, group_advantage, ppo_clip
 from rlcore.quickstart import task
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import PolicyMethods
 from rlcore.quickstart.pretrained import model_class, tokenizer_of
@@ -233,6 +234,7 @@ def arguments(algorithm: Algorithm, argv: list[str] | None = None) -> argparse.N
     return parser.parse_args(argv)
 
 
+@host_threads(1)  # the model is small: more threads of the host would wait for each other
 def main(algorithm: Algorithm, argv: list[str] | None = None) -> Outcome:
     """Run the algorithm; print, and return, what it does to the score."""
     run = Run(algorithm, arguments(algorithm, argv))

@@ -127,7 +127,7 @@ def run(
         try:
             done = running.cases(chosen, left_out)
         except KeyboardInterrupt:
-            print(f"interrupted; with --continue the same command does the rest\n{path}", file=sys.stderr)
+            print(f"interrupted; {_rest(output, path, force=force)}\n{path}", file=sys.stderr)
             raise
         finally:
             durations.keep(running.record)
@@ -244,6 +244,12 @@ def report_records(
     except OSError as error:
         raise BenchError(f"cannot write the report {output}: {error.strerror}") from error
     print(output, file=sys.stderr)
+
+
+def _rest(output: Path | None, path: Path, *, force: bool) -> str:
+    """Return how an interrupted run is gone on with; without -o the same command would begin another record."""
+    how = "--continue" if output else f"-o {path} --continue"
+    return f"with {how}{' instead of --force' if force else ''} the same command does the rest"
 
 
 def _check_continued(output: Path | None, *, force: bool) -> None:

@@ -350,7 +350,7 @@ def ops_explain(
     op: Annotated[str, typer.Argument(help='Such as "linear_loss".')],
     device: DeviceName = None,
     dtype: Annotated[str, typer.Option(help="Of hidden states or logits.")] = "bfloat16",
-    hidden_size: Annotated[int, typer.Option(min=0, help="0 for operators that take logits.")] = 2048,
+    hidden_size: Annotated[int, typer.Option(min=1, help="Of hidden states, where the operator takes them.")] = 2048,
     vocab_size: Annotated[int, typer.Option(min=1)] = 151_936,
     option: Annotated[list[str] | None, typer.Option(help='Feature in use, such as "entropy"; repeat.')] = None,
     implementation: Annotated[str | None, typer.Option(help="Ask for this one.")] = None,

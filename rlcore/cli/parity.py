@@ -28,7 +28,7 @@ def parity(
     ] = None,
     infer: Annotated[str, typer.Option(help="What samples: hf, vllm, or sglang.")] = "hf",
     dtype: Annotated[str, typer.Option(help="Of both: bfloat16 or float32.")] = "bfloat16",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are sampled.")] = 64,
+    sequences: Annotated[int, typer.Option(min=1, max=1 << 20, help="Sequences that are sampled.")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that are sampled in each.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the sampler.")] = 1.0,
     prompts: Annotated[

@@ -122,7 +122,7 @@ def _run(command: list[str], folder: Path, *, records_kernels: bool) -> int:
 
     Raises:
         InvalidInputError: the folder holds a trace already, or files that a report would replace, or cannot be
-            written.
+            written; the program cannot be run.
     """
     from rlcore.trace.report import check_pages
 
@@ -131,13 +131,23 @@ def _run(command: list[str], folder: Path, *, records_kernels: bool) -> int:
             f"{folder} holds a trace already; give another --output, or --report {folder} to see it"
         )
     check_pages(folder)  # now: a long run would end without its report
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInputError(f"the folder of the trace {folder} cannot be made: {error.strerror}") from error
     environment = os.environ | {"RLCORE_TRACE": str(folder)}
     environment |= {"RLCORE_TRACE_KERNELS": "1"} if records_kernels else {}
-    with subprocess.Popen(command, env=environment) as program, _leaving_signals_to(program):
+    try:
+        started = subprocess.Popen(command, env=environment)
+    except OSError as error:  # such as a script whose first line does not say what runs it
+        for one in made:
+            one.rmdir()
+        raise InvalidInputError(
+            f"{command[0]} cannot be run: {error.strerror}; trace a Python file, a program, or a script that begins "
+            "with a line such as #!/bin/sh"
+        ) from error
+    with started as program, _leaving_signals_to(program):
         code = program.wait()
     return code if code >= 0 else 128 - code
 

@@ -53,6 +53,8 @@ class _DryRun:
 
 
 _record: ContextVar[_DryRun] = ContextVar("rlcore_packed_record")
+_dry_runs: dict[tuple[type, str, str], _DryRun] = {}
+"""By class of the decoder, the name of its attention, and its configuration."""
 
 
 def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
@@ -125,6 +127,14 @@ def _structural_faults(decoder: nn.Module) -> Iterator[str]:
 
 
 def _dry_run(decoder: Any, own: str) -> _DryRun:
+    """Run a twin of ``decoder``; the same for all that are made of one configuration, such as the copies of a plan."""
+    key = type(decoder), own, decoder.config.to_json_string(use_diff=False)
+    if key not in _dry_runs:
+        _dry_runs[key] = _new_dry_run(decoder, own)
+    return _dry_runs[key]
+
+
+def _new_dry_run(decoder: Any, own: str) -> _DryRun:
     config = copy.deepcopy(decoder.config)
     config._attn_implementation_internal = _NAME
     record = _DryRun(own)

@@ -28,7 +28,7 @@ class StepTrace:
 
     score: PhasePeak
     train: PhasePeak
-    """The peak of the second step, with the operations of one of its micro-batches."""
+    """The peak of a step after others, with the operations of one of its micro-batches."""
 
 
 class Traces:
@@ -78,18 +78,13 @@ class Traces:
         return self._traced(sharding, max_tokens)
 
     def _trace(self, sharding: Sharding, max_tokens: int) -> StepTrace:
-        """Score a full micro-batch; train two steps of two, as the allocator keeps what earlier ones have left it.
-
-        Gradients come where activations were, and states of optimizers where both were. Made by themselves before the
-        micro-batch, they would leave other gaps: up to 7 % more was planned.
-        """
+        """Score a full micro-batch, and train a step of two: the allocator keeps what earlier ones have left it."""
         lengths, options = self.lengths(max_tokens), step_options(max_tokens)
         scorer = self._trainer(sharding)
         scorer.make_optimizer_state()
         score = scorer.score(batch_of(lengths, self.prompt_tokens), score_options(max_tokens))
-        trainer, batch = self._trainer(sharding), batch_of(lengths * _MICRO_BATCHES, self.prompt_tokens)
-        trainer.train(batch, ppo_clip(), options)
-        train = trainer.train(batch, ppo_clip(), options)
+        batch = batch_of(lengths * _MICRO_BATCHES, self.prompt_tokens)
+        train = self._trainer(sharding).train_settled(batch, ppo_clip(), options)
         return StepTrace(score, replace(train, flops=train.flops // _MICRO_BATCHES))
 
     def _trainer(self, sharding: Sharding) -> PlannedTrainer:

@@ -9,12 +9,9 @@ that are not the engine's own are in ``policy.py``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from rlcore.ops import group_advantage, ppo_clip
 from rlcore.quickstart import task
 from rlcore.quickstart.config import RECORD, QuickstartConfig
 from rlcore.quickstart.display import Display, print_table, summary
+from rlcore.quickstart.host_threads import host_threads
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.output import Phases, RunFolder
@@ -210,32 +208,13 @@ class Quickstart:
 
     def resume(self) -> None:
         """Continue from the checkpoint, or from the beginning if there is none yet."""
-        has_checkpoint = self.folder.has_checkpoint()
-        if has_checkpoint:
+        note = "the run ended before its first checkpoint: starting from the beginning"
+        if self.folder.has_checkpoint():
             self.done = self.train.load(self.folder.checkpoint)
-        self.folder.go_on(self.done["step"])
-        if has_checkpoint:
             self.train.sync_weights(self.infer)
-            self.display.note(
-                f"resumed after {self.done['imitation']} imitation steps, {max(self.done['step'], 0)} steps"
-            )
-        else:
-            self.display.note("the run ended before its first checkpoint: starting from the beginning")
-
-
-@contextlib.contextmanager
-def host_threads(config: QuickstartConfig) -> Iterator[None]:
-    """Let torch compute with the threads of ``config`` on the host, here and in worker processes."""
-    before, of_workers = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
-    threads = config.threads or (1 if config.model is None else before)
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        del os.environ["OMP_NUM_THREADS"]
-        os.environ |= {} if of_workers is None else {"OMP_NUM_THREADS": of_workers}
+            note = f"resumed after {self.done['imitation']} imitation steps, {max(self.done['step'], 0)} steps"
+        self.folder.go_on(self.done["step"])  # it writes: a resume that fails has changed nothing
+        self.display.note(note)
 
 
 def with_simulation(config: QuickstartConfig) -> QuickstartConfig:
@@ -251,7 +230,8 @@ def with_simulation(config: QuickstartConfig) -> QuickstartConfig:
 def run(config: QuickstartConfig) -> int:
     """Do the whole run; return the exit code of ``rlcore quickstart``."""
     config = with_simulation(config)
-    with host_threads(config), RunFolder(config) as folder:
+    threads = config.threads or (1 if config.model is None else torch.get_num_threads())
+    with host_threads(threads), RunFolder(config) as folder:
         try:
             with Display(steps=config.steps) as display, Interrupt(display.stopping) as interrupt:
                 if config.simulation:

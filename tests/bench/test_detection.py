@@ -1,4 +1,4 @@
-"""Real runs on this machine: two of the same code are equal, and a planted slowdown is found, alone.
+"""Two runs of the same code are equal, and a planted slowdown is found, alone: by a simulated clock, and in real runs.
 
 Both sides take turns, round by round, each round in a new process, so that a neighbour who comes or goes meets both,
 and so does the clock of a device that heat or power slow down; ``compare`` looks at the ratio of each turn.
@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from steady_cases import PLANTED, PLANTED_ON_GPU, cases, gpu_case
 
-from rlcore.bench.case import Case
-from rlcore.bench.compare import Comparison, compare
+from rlcore.bench.case import Case, Contender, Work
+from rlcore.bench.compare import ComparedResult, Comparison, compare
+from rlcore.bench.measurement import measure
 from rlcore.bench.measurement.isolated import Isolated
-from rlcore.bench.measurement.measure import Sampling
+from rlcore.bench.measurement.measure import Sampling, run_case
+from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.run import PLANS, BenchRun
+from rlcore.registry import get_device
 
 ROUNDS, GPU_ROUNDS = 30, 15
 ONCE = Sampling(min_samples=1, max_samples=1, max_warmup=2, stable_spread=1.0)
@@ -68,6 +76,53 @@ def shown(found: Comparison) -> str:
     return "\n".join(" ".join(map(str, row)) for row in rows)
 
 
+class SimulatedHost:
+    """A host without other work: its clock is moved by the work alone, by chance as on two quiet cores."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+        self.now_s = 0.0
+
+    def _by_chance(self) -> float:
+        return math.exp(self._generator.normal(0, 0.015))
+
+    def case(self, name: str, seconds: float) -> Case:
+        def prepare(device: Any) -> Work:
+            of_process, cold = seconds * self._by_chance(), itertools.chain([2.0], itertools.repeat(1.0))
+
+            def run() -> None:
+                self.now_s += of_process * next(cold) * self._by_chance()
+
+            return Work(contenders=(Contender(implementation="simulated", run=run, check=lambda _: None),), params={})
+
+        return Case(name=name, description="", prepare=prepare, timeout_s=60.0)
+
+
+def test_planted_30_percent_are_found_in_every_pair_of_quick_runs_by_a_simulated_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the first sample to the verdict all is real, but for the clock."""
+    host, plan, device = SimulatedHost(seed=1), PLANS["quick"], get_device("cpu")
+    clock = SimpleNamespace(perf_counter=lambda: host.now_s, process_time=time.process_time, time=time.time)
+    monkeypatch.setattr(measure, "time", clock)
+    start = new_record(device)
+
+    monkeypatch.setattr(measure, "_processor_s", lambda: host.now_s)
+
+    def run(case: Case) -> list[CaseResult]:  # marks and telemetry are of this machine
+        found = run_case(case, device, plan.sampling)
+        return [msgspec.structs.replace(one, marks=[], telemetry=None) for one in found]
+
+    def one_run(path: Path, planted_s: float) -> Record:
+        of = [host.case(name, seconds) for name, seconds in (("planted", planted_s), ("same", 0.01), ("short", 1e-4))]
+        return BenchRun(record=start, path=path, run=run, rounds=plan.rounds).cases(of)
+
+    for number in range(5):
+        found = compare(*(one_run(tmp_path / f"{number}-{s}.json", s) for s in (0.01, 0.013)), names=SIDES)
+        verdicts = {row.case: row.verdict for row in found.rows}
+        assert verdicts == {"planted": "slower", "same": "about equal", "short": "about equal"}, shown(found)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_planted_30_percent_are_found_in_runs_one_after_the_other_or_others_used_the_host(tmp_path: Path) -> None:
@@ -84,7 +139,13 @@ def test_planted_30_percent_are_found_in_runs_one_after_the_other_or_others_used
     found = compare(*sides, names=SIDES)
     for row in found.rows:
         wanted = "slower" if row.case == PLANTED else "about equal"
-        assert row.verdict in (wanted, "cannot tell"), shown(found)
+        assert row.verdict == wanted or (row.verdict == "cannot tell" and is_disturbed(row)), shown(found)
+
+
+def is_disturbed(row: ComparedResult) -> bool:
+    """Return whether others used the machine, so far as the runs can tell; else the verdict must be right."""
+    is_shared = any(mark.startswith("shared") for mark in row.marks)
+    return is_shared or (row.difference is not None and row.difference.noise > 0.15)
 
 
 @pytest.mark.slow

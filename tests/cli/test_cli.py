@@ -31,7 +31,7 @@ import rlcore
 from rlcore.bench.measurement.isolated import Isolated
 from rlcore.bench.measurement.measure import run_case
 from rlcore.bench.measurement.system import new_record
-from rlcore.bench.record import Calibration, read
+from rlcore.bench.record import Calibration, CaseResult, read
 from rlcore.cli import main as cli
 from rlcore.cli.console import print_json
 from rlcore.errors import RlcoreError
@@ -445,6 +445,34 @@ def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(end: signal
     cases = {case.name: case for case in read(file).cases}
     assert cases["dispatch/op"].status == "pass"
     assert (cases["startup/import"].status, cases["startup/import"].reason) == ("skipped", "the run was interrupted")
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ([], r"-o (rlcore-bench-cpu-\w+\.json) --continue"),
+        (["-o", "mine.json"], "--continue"),
+        (["-o", "mine.json", "--force"], "--continue instead of --force"),
+    ],
+)
+def test_what_does_the_rest_of_an_interrupted_run_is_a_command_that_does_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], how: str
+) -> None:
+    def interrupted(self: Isolated, *_: object) -> list[CaseResult]:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path / "cache"))
+    command = ["bench", "run", "dispatch/op", "--device", "cpu", "--quick"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Isolated, "run_case", interrupted)
+        found = CliRunner().invoke(cli.app, [*command, *options])
+    told = re.search(rf"^interrupted; with {how} the same command does the rest\n(.*)\n", found.stderr, re.MULTILINE)
+    assert told, found.stderr
+    assert [result.status for result in read(Path(told.groups()[-1])).cases] == ["skipped"]
+    rest = ["-o", told.groups()[-1], "--continue"]
+    assert CliRunner().invoke(cli.app, [*command, *rest]).exit_code == 0
+    assert [result.status for result in read(Path(told.groups()[-1])).cases] == ["pass"]
 
 
 # -------------------------------------------------------------------------------------------------- quickstart

@@ -49,6 +49,7 @@ USAGE = [
     ("ops explain", "op"),
     ("ops explain linear_loss --hidden-size -1", "'--hidden-size'"),
     ("ops explain linear_loss --hidden-size x", "'--hidden-size'"),
+    ("ops explain linear_loss --hidden-size 0", "'--hidden-size'"),
     ("ops explain linear_loss --vocab-size 0", "'--vocab-size'"),
     ("bench frobnicate", "'frobnicate'"),
     ("bench run --output", "'--output'"),
@@ -109,6 +110,7 @@ USAGE = [
     ("plan --train 2 --lora 8", "it is for a plan of memory, which needs model"),
     ("parity", "folder"),
     ("parity m --sequences 0", "'--sequences'"),
+    ("parity m --sequences 99999999999999", "'--sequences'"),
     ("parity m --temperature nan", "'--temperature'"),
     ("parity m --threshold -1", "'--threshold'"),
     ("parity m --infer-option x", "give name=value, got 'x'"),
@@ -161,6 +163,7 @@ COMMANDS = [
         "nowhere holds no trace: no file spans-*.jsonl of rlcore.trace/1 is there",
     ),
     ("trace -o text.json true", "the folder of the trace {here}/text.json cannot be made: File exists"),
+    ("trace ./script", "./script cannot be run: Exec format error; trace a Python file, a program, or a script"),
     ("trace --report mine --record nowhere", "cannot read the benchmark record nowhere: No such file or directory"),
     ("devices tpu", "no device 'tpu'; registered: cpu, cuda, npu"),
     ("devices cpu:999", "device 'cpu:999' does not exist; cpu has"),
@@ -209,6 +212,8 @@ COMMANDS = [
     ("bench compare a.json text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character"),
     ("bench compare a.json empty.json", "empty.json is no rlcore.bench/1 record: Input data was truncated (line 1)"),
     ("bench compare a.json foreign.json", "foreign.json is no rlcore.bench/1 record: Invalid enum value 'asv/2' - at"),
+    ("bench compare a.json nested.json", "nested.json is no rlcore.bench/1 record: Object contains unknown field"),
+    ("bench compare . /", "cannot read the benchmark record .: Is a directory"),
     ("bench compare a.json huge.json", "huge.json has 260 MB; a record has at most 50 MB, so give a record"),
     ("bench compare a.json tiny.json", "tiny.json is no rlcore.bench/1 record: Expected `float` >= 1e-100 - at `$.cas"),
     (
@@ -221,6 +226,8 @@ COMMANDS = [
         "--fail-on-regression takes runs of the same kind of device",
     ),
     ("bench report nowhere.json", "cannot read the benchmark record nowhere.json: No such file or directory"),
+    ("bench report nested.json", "nested.json is no rlcore.bench/1 record: Object contains unknown field `a` (line"),
+    ("bench report . /", "cannot read the benchmark record .: Is a directory"),
     ("bench report text.json", "text.json is no rlcore.bench/1 record: JSON is malformed: invalid character (byte 0)"),
     ("bench report a.json -o a.json --force", "-o a.json is one of the records; give another file for the page"),
     ("bench report a.json -o b.json", "-o b.json exists; give another file, or --force to replace it"),
@@ -269,8 +276,16 @@ COMMANDS = [
     ("checkpoint verify text.json", "text.json is no folder; give the one that save() or export() wrote"),
     ("bench compare a.json b.json --price a=inf", "--price must be NAME=USD an hour and device, with one of the name"),
     ("bench report a.json a.json", "a.json is given twice; name each record once"),
+    ("bench run dispatch -o circle", "cannot write the benchmark record circle: Too many levels of symbolic links"),
+    ("bench run dispatch -o dangling", "cannot write the benchmark record dangling: no folder {here}/nowhere that can"),
+    ("bench report a.json -o circle", "cannot write the report circle: Too many levels of symbolic links"),
     ("train deep.json", "deep.json is no YAML: maximum recursion depth exceeded"),
     ("train train.yaml data.train=deep.jsonl", "line 1 of deep.jsonl is no JSON: maximum recursion depth exceeded"),
+    ("plan m --longest 99999999999999999999", "plan() takes a whole number from 1 to 16,777,216 as longest, got 99999"),
+    (
+        "plan m --max-tokens 99999999999999999999",
+        "plan() takes a whole number from 1 to 16,777,216, or None as max_tok",
+    ),
     ("plan deep.json", "deep.json is no configuration of a model: RecursionError: maximum recursion depth exceeded"),
     ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: "),
     ("bench export deep.json", "deep.json is no rlcore.bench/1 record: "),
@@ -523,6 +538,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """A folder of work that nothing may harm."""
     here = tmp_path_factory.mktemp("work")
     (here / "text.json").write_text("hello")
+    (here / "script").write_text("echo hello\n")
+    (here / "script").chmod(0o755)
     (here / "mine").mkdir()
     (here / "mine" / "researcher.py").write_text("years of work")
     for name, record in {"a": a_record(), "b": a_record(2.0), "gpu": a_record(accelerator_model_name="GPU")}.items():
@@ -534,6 +551,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     )
     (here / "open.yaml").write_text("actor: [1")
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x01")
+    (here / "nested.json").write_text(f'{{"a": {"[" * 100_000}{"]" * 100_000}}}')
     (here / "foreign.json").write_text('{"schema": "asv/2"}')
     (here / "deep.json").write_text("[" * 100_000)
     (here / "deep.jsonl").write_text("[" * 100_000)
@@ -552,6 +570,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
             run.append({"step": step, "reward": 0.5})
         run.checkpoint.mkdir()
         (run.checkpoint / "manifest.json").write_text("{}")
+    (here / "circle").symlink_to("circle")
+    (here / "dangling").symlink_to("nowhere/x.json")
     (here / "theirs").mkdir()
     (here / "theirs" / "run.json").write_text('{"name": "years of work"}')
     with TrainFolder(

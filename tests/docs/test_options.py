@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from rlcore import TrainEngine
+from rlcore.cli.main import quickstart
 from rlcore.engines.deepspeed.options import ZeroOptions
 from rlcore.engines.fsdp2.sharding import Sharding
 
@@ -41,6 +42,13 @@ def test_options_of_a_train_engine() -> None:
     wanted = sizes | {name: value for name, value in defaults(Sharding).items() if name not in sizes}
     del wanted["compute_dtype"]
     assert {name: value_of(text) for name, text in found.items()} == wanted
+
+
+def test_options_of_the_quickstart() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text("utf-8").partition("## Options")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`--[^|]*) \|", text, re.MULTILINE)
+    found = {name for row in rows for name in re.findall(r"--([a-z-]+)", row)}
+    assert found == {name.replace("_", "-") for name in inspect.signature(quickstart).parameters}
 
 
 def test_options_of_deepspeed() -> None:

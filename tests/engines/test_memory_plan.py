@@ -10,19 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import rlcore
+from rlcore._torch_private import storage_key
 from rlcore.engines.executors.train_options import ScoreOptions, StepOptions
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan import stand_ins as of_plan
 from rlcore.engines.memory_plan.allocator import CachingAllocator, PlainAllocator, PlannedMemoryError
 from rlcore.engines.memory_plan.inside import INSIDE
 from rlcore.engines.memory_plan.ledger import Ledger
+from rlcore.engines.memory_plan.results import Results
 from rlcore.engines.memory_plan.stand_ins import stand_ins
 from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of, workspaces
 from rlcore.errors import UnsupportedError
 from rlcore.ops import ppo_clip
+from rlcore.packed import eligibility
 from rlcore.planned import PlannedDevice, planned_device, planning_for
+from rlcore.planning.model import planned_model
 from tests.planning import host_peak, peaks
 from tests.planning.peaks import MODELS, SETUPS, module_of
 
@@ -164,6 +169,76 @@ def test_a_product_that_is_added_is_counted_where_torch_cannot_run_it_on_meta() 
             assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
     assert ledger.flops == 2 * 4 * 8 * 5
     assert set(ledger.held().values()) == {total.nbytes}, "the product is added in place"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (lambda parameters: torch.optim.AdamW(parameters, fused=True), {"compute_dtype": "bfloat16"}),
+        (lambda parameters: torch.optim.SGD(parameters, momentum=0.9), {"activation_checkpointing": True}),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_a_repeated_step_is_the_second_one_to_the_byte(optimizer: Any, options: dict[str, Any]) -> None:
+    module = planned_model(AutoConfig.for_model(**SMALL["qwen2"]), optimizer=optimizer).module
+    real, repeated = (PlannedTrainer(module, Sharding(**options), GPU) for _ in range(2))
+    batch, most = batch_of([60, 40] * 2), step_options(100)
+    first, second = (real.train(batch, ppo_clip(), most) for _ in range(2))
+    assert repeated.train_settled(batch, ppo_clip(), most) == second != first
+    assert repeated.held() == real.held()
+
+
+def test_a_dry_run_is_made_once_and_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first trainer of a model looks whether the model can run packed."""
+    made, dry_run = [], eligibility._new_dry_run
+
+    def counted(*given: Any) -> Any:
+        made.append(given)
+        return dry_run(*given)
+
+    monkeypatch.setattr(eligibility, "_new_dry_run", counted)
+    module = module_of(SMALL["qwen2"] | {"intermediate_size": 400}, None)
+    first, second = (PlannedTrainer(module, Sharding(), GPU).score(batch_of([64]), score_options(64)) for _ in range(2))
+    assert first == second and first.flops > 0 and len(made) == 1
+
+
+def test_an_operator_runs_once_for_arguments_that_are_alike() -> None:
+    calls: list[Any] = []
+
+    class Counted:
+        namespace, _schema = "aten", torch.ops.aten.mul.Tensor._schema
+
+        def __call__(self, *args: Any) -> torch.Tensor:
+            calls.append(args)
+            return torch.ops.aten.mul.Tensor(*args)
+
+    results = Results(Counted())
+    a, row = torch.empty(3, 4, device="meta"), torch.empty(4, device="meta", dtype=torch.bfloat16)
+    for given in ((a, row), (a, row), (a.clone(), row), (a.t(), 2), (a.t(), 2), (a.t(), 2.0)):
+        made, real = results.of(given, {}), torch.mul(*given)
+        assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype)
+        assert made is not a and made.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+    assert len(calls) == 3
+    results.of((torch.ones(2), 2), {})
+    results.of((torch.ones(2), 2), {})
+    assert len(calls) == 5, "values on the host are computed each time"
+
+
+@pytest.mark.parametrize("func", [torch.ops.aten.t.default, torch.ops.aten._unsafe_view.default])
+def test_a_view_shares_the_storage_of_its_tensor_each_time(func: Any) -> None:
+    results = Results(func)
+    for _ in range(3):
+        tensor = torch.empty(3, 4, device="meta")
+        given = (tensor,) if func is torch.ops.aten.t.default else (tensor, [12])
+        made = results.of(given, {})
+        assert storage_key(made.untyped_storage()) == storage_key(tensor.untyped_storage())
+
+
+def test_what_is_changed_in_place_is_returned_itself() -> None:
+    results = Results(torch.ops.aten.add_.Tensor)
+    for _ in range(3):
+        tensor = torch.empty(3, 4, device="meta")
+        assert results.of((tensor, 1), {}) is tensor
 
 
 class Requests(PlainAllocator):

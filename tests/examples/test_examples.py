@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import rlcore
 from rlcore.bench.case import load_cases
 from rlcore.bench.cases import kernel_inputs
 from rlcore.bench.measurement.measure import Sampling, run_case
@@ -72,6 +78,37 @@ def test_the_package_gives_every_example_and_replaces_none_unasked(tmp_path: Pat
     assert (folder / "researcher.py").read_text() == "my changes" and not (folder / "framework_author.py").exists()
     assert CliRunner().invoke(cli.app, ["examples", str(folder), "--force"]).exit_code == 0
     assert (folder / "researcher.py").read_text() == (ROOT / "examples" / "researcher.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["researcher.py", "more_devices.py", "sampler_parity.py", "reward_model.py", "addition.py new", "async_grpo.py",
+     "count_squares.py", "algorithms/grpo.py"],
+)  # fmt: skip
+def test_a_small_model_is_computed_with_one_thread(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """More would take three times the processor time on a machine that others use."""
+    program, *others = arguments.split()
+    seen = []
+
+    def build(*_: Any, **options: Any) -> None:
+        seen.append(torch.get_num_threads() if "launcher" not in options else int(os.environ["OMP_NUM_THREADS"]))
+        sys.exit("seen")
+
+    monkeypatch.setattr(rlcore.TrainEngine, "build", build)
+    monkeypatch.setattr(rlcore.InferenceEngine, "build", build)
+    monkeypatch.setenv("RLCORE_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(sys, "argv", [program, *others])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(SystemExit, match="seen"):
+            runpy.run_path(str(ROOT / "examples" / program), run_name="__main__")
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
 
 
 def test_a_wheel_has_the_examples() -> None:

@@ -99,6 +99,22 @@ def test_layouts_are_looked_for_and_the_best_are_shown(config_file: Path) -> Non
     assert "the next best:" in str(plan)
 
 
+def test_what_is_printed_is_80_columns_wide_and_no_part_of_it_is_cut(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config_file.parent)
+    options = {"compute_dtype": "bfloat16", "dtype": "float32", "gather_bytes": 1 << 20, "reshard_after_forward": True}
+    plan = rlcore.plan(config_file.name, device="h200", count=2, memory_bytes=GIB, options=options, **FIXED)
+    text = str(plan)
+    assert "It does not fit" in text and max(map(len, text.splitlines())) <= 80
+    shown = " ".join(text.split())
+    for phase in plan.best.phases:
+        for name, size in phase.parts.items():
+            assert size < GIB // 100 or f"{name} {size / GIB:.2f}" in shown
+    called = f"train.build({', '.join(f'{name}={value!r}' for name, value in plan.options.items())}"
+    assert called in shown
+
+
 def test_keys_and_values_of_a_token(config_file: Path) -> None:
     assert cache_bytes_per_token(planned_model(config_file)) == 2 * 2 * 2 * 64 * 2  # layers, heads, width, 16 bits
 

@@ -52,6 +52,13 @@ def call(*arguments, original={function}, number=itertools.count(1)):
     return original(*arguments)
 {function} = call
 """
+WITHOUT_SYNC = """
+import rlcore
+from rlcore.errors import SyncError
+def refuse(*arguments):
+    raise SyncError("the sampler is gone")
+rlcore.TrainEngine.sync_weights = refuse
+"""
 STEPS = 8
 TIMINGS = re.compile(r"_s$")  # seconds of each phase, and tokens_per_s
 
@@ -133,6 +140,10 @@ def progress(folder: Path) -> dict[str, int]:
     manifest = json.loads((folder / "checkpoint" / "manifest.json").read_bytes())
     found: dict[str, int] = manifest["state"]["extra"]
     return found
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def refusal(process: subprocess.Popen[str]) -> str:
@@ -413,11 +424,22 @@ def test_resume_refuses_a_damaged_checkpoint_and_leaves_it(
     data = bytearray(file.read_bytes())
     data[-3] ^= 16
     file.write_bytes(data)
-    kept = [path for path in folder.rglob("*") if path.is_file() and path.name != "run.json"]
-    before = [path.read_bytes() for path in kept]
+    before = contents(folder)
     line = refusal(start("--output", folder, "--resume", "--steps", str(STEPS + 1)))
     assert line.startswith(f"the checkpoint {folder}/checkpoint is damaged: {file}: the data of ")
-    assert [path.read_bytes() for path in kept] == before
+    assert contents(folder) == before
+
+
+@pytest.mark.slow
+def test_a_resume_whose_sampler_takes_no_weights_changes_nothing(
+    start: Start, finished: tuple[Path, str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    before = contents(folder)
+    line = refusal(start("--output", folder, "--resume", "--steps", str(STEPS + 1), code=WITHOUT_SYNC + SMALL))
+    assert line == "the sampler is gone"
+    assert contents(folder) == before
 
 
 @pytest.mark.slow
