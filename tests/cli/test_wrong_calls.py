@@ -281,6 +281,11 @@ COMMANDS = [
     ("bench report a.json -o circle", "cannot write the report circle: Too many levels of symbolic links"),
     ("train deep.json", "deep.json is no YAML: maximum recursion depth exceeded"),
     ("train train.yaml data.train=deep.jsonl", "line 1 of deep.jsonl is no JSON: maximum recursion depth exceeded"),
+    ("plan m --longest 99999999999999999999", "plan() takes a whole number from 1 to 16,777,216 as longest, got 99999"),
+    (
+        "plan m --max-tokens 99999999999999999999",
+        "plan() takes a whole number from 1 to 16,777,216, or None as max_tok",
+    ),
     ("plan deep.json", "deep.json is no configuration of a model: RecursionError: maximum recursion depth exceeded"),
     ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: "),
     ("bench export deep.json", "deep.json is no rlcore.bench/1 record: "),
