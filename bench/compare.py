@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlcore.atomic import resolved
 from rlcore.bench.record import CROWDED, CaseResult, Record, identity
 from rlcore.errors import InvalidInputError, MissingDependencyError
 
@@ -323,7 +324,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
         InvalidInputError: a file is given twice.
     """
     for number, path in enumerate(paths):
-        if path.resolve() in (earlier.resolve() for earlier in paths[:number]):
+        if resolved(path) in (resolved(earlier) for earlier in paths[:number]):
             raise InvalidInputError(f"{path} is given twice; name each record once")
     stems = [path.stem for path in paths]
     return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]

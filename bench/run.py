@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlcore.atomic import is_special, write_file
+from rlcore.atomic import is_special, resolved, write_file
 from rlcore.bench.case import Case
 from rlcore.bench.compare import NOTES, what_differs
 from rlcore.bench.measurement.measure import Sampling
@@ -75,8 +75,12 @@ def check_can_write(path: Path) -> None:
         raise BenchError(f"cannot write the benchmark record {path}: it is a folder; give a file in it")
     if is_special(path):
         raise BenchError(f"cannot write the benchmark record {path}: it is a device or a pipe; give a file")
-    if not os.access(path.parent, os.W_OK):
-        raise BenchError(f"cannot write the benchmark record {path}: no folder {path.parent} that can be written to")
+    try:
+        folder = resolved(path).parent if path.is_symlink() else path.parent
+    except OSError as error:
+        raise BenchError(f"cannot write the benchmark record {path}: {error.strerror}; give a file") from error
+    if not os.access(folder, os.W_OK):
+        raise BenchError(f"cannot write the benchmark record {path}: no folder {folder} that can be written to")
 
 
 def _ignore(case: Case, results: list[CaseResult]) -> None:

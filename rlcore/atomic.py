@@ -23,7 +23,7 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: it could not be written, or is a device or a pipe; ``path`` is as it was.
     """
-    path = path.resolve()
+    path = resolved(path)
     if is_special(path):
         raise OSError(errno.EINVAL, "a device or a pipe is not replaced by a file", str(path))
     remove_unfinished(path)
@@ -79,7 +79,7 @@ def _new_file(path: Path) -> tuple[int, str]:
 
 def remove_unfinished(path: Path) -> None:
     """Remove what killed calls of ``write_file(path, ...)`` have left, where locks show that nobody writes it."""
-    path = path.resolve()
+    path = resolved(path)
     for found in path.parent.glob(f"{glob.escape(_prefix(path))}*"):
         with contextlib.suppress(OSError):  # somebody else's, or gone
             descriptor = os.open(found, os.O_RDWR | os.O_NOFOLLOW)
@@ -88,6 +88,14 @@ def remove_unfinished(path: Path) -> None:
                     found.unlink()
             finally:
                 let_go(descriptor)
+
+
+def resolved(path: Path) -> Path:
+    """Return the path that links lead to. Raises OSError where they go round in a circle."""
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # as Python before 3.13 says it
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
 def _prefix(path: Path) -> str:

@@ -24,6 +24,13 @@ def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
+def test_links_in_a_circle_are_an_error_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    with pytest.raises(OSError, match=r"Too many levels of symbolic links: '.*one'"):
+        write_file(tmp_path / "one", b"")
+
+
 def test_a_file_is_on_disk_before_it_has_its_name_and_then_the_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

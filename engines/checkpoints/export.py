@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from rlcore.atomic import write_file
+from rlcore.atomic import resolved, write_file
 from rlcore.engines.checkpoints.export_record import check_free, write_record
 from rlcore.engines.checkpoints.folder_swap import new_folder, put_in_place, remove_unfinished
 from rlcore.engines.checkpoints.tensor_file import Layout, Stamp, host_pieces, write_tensors
@@ -63,7 +62,7 @@ def _export(
     stamp: Stamp,
 ) -> None:
     try:
-        target = _resolved(folder)
+        target = resolved(folder)  # a link stays, and what it points to is replaced
         _check_is_not_source(target, module)
         remove_unfinished(target)
         check_free(target)
@@ -73,14 +72,6 @@ def _export(
             put_in_place(new, target)
     except OSError as error:
         raise CheckpointError(f"cannot write the model to {folder}: {error}") from error
-
-
-def _resolved(folder: Path) -> Path:
-    """Follow links: a link stays, and what it points to is replaced."""
-    try:
-        return folder.resolve()
-    except RuntimeError as error:  # as some versions of Python say it
-        raise OSError(errno.ELOOP, str(error)) from error
 
 
 def _check_is_not_source(folder: Path, module: TrainModule) -> None:

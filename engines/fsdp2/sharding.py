@@ -176,7 +176,7 @@ def _shard_experts(modules: Iterable[nn.Module], meshes: RankMeshes, wrap: Calla
         wrap(module, mesh=meshes.experts_fsdp)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(float(meshes.num_batches))
-        if meshes.experts_fsdp.size() > 1:
+        if meshes.experts_fsdp.size(-1) > 1:  # else torch, which has nothing to scatter, would divide once more
             module.set_force_sum_reduction_for_comms(True)  # not every backend divides by another number than of ranks
 
 

@@ -44,13 +44,16 @@ _MOST_DEVICES = 1 << 20
 _DEVICES = Kind(
     f"a whole number from 1 to {_MOST_DEVICES:,}", lambda value: COUNT.has(value) and value <= _MOST_DEVICES
 )
+_MOST_LONG = 1 << 24
+"""Tokens of a sequence or a micro-batch: no model reads as many, and with many more the sizes of tensors overflow."""
+_TOKENS = Kind(f"a whole number from 1 to {_MOST_LONG:,}", lambda value: COUNT.has(value) and value <= _MOST_LONG)
 _RANK = Kind("a whole number of at least 1, or a mapping", lambda value: COUNT.has(value) or MAPPING.has(value))
 _SIZES = {
     "count": optional(_DEVICES),
     "memory_bytes": optional(COUNT),
-    "longest": COUNT,
+    "longest": _TOKENS,
     "prompt_tokens": WHOLE,
-    "max_tokens": optional(COUNT),
+    "max_tokens": optional(_TOKENS),
     "replicas": optional(COUNT),
     "sequence_parallel": optional(COUNT),
     "tensor_parallel": optional(COUNT),

@@ -198,7 +198,7 @@ def _read_file(path: Path) -> _File | None:
     ]:  # what comes after the last end of a line is none, or was cut off by the end of the process
         try:
             _take(file, open_spans, _decode(data))
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError):
+        except (msgspec.DecodeError, ValueError, TypeError, LookupError, RecursionError):
             file.num_damaged += 1
     return file
 
@@ -215,7 +215,7 @@ def _take(file: _File, open_spans: defaultdict[int, list[TracedSpan]], line: _Tr
     elif line.event == "engine":
         process.engines[int(line.facts.get("number", 0))] = line.facts
     elif line.event == "clock":
-        process.clocks.append(line.facts)
+        process.clocks.append(line.facts | {"ahead_ns": int(line.facts["ahead_ns"])})
     elif line.end is not None:
         span = open_spans[line.thread].pop()
         span.end_ns = line.end

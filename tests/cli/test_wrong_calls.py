@@ -276,8 +276,16 @@ COMMANDS = [
     ("checkpoint verify text.json", "text.json is no folder; give the one that save() or export() wrote"),
     ("bench compare a.json b.json --price a=inf", "--price must be NAME=USD an hour and device, with one of the name"),
     ("bench report a.json a.json", "a.json is given twice; name each record once"),
+    ("bench run dispatch -o circle", "cannot write the benchmark record circle: Too many levels of symbolic links"),
+    ("bench run dispatch -o dangling", "cannot write the benchmark record dangling: no folder {here}/nowhere that can"),
+    ("bench report a.json -o circle", "cannot write the report circle: Too many levels of symbolic links"),
     ("train deep.json", "deep.json is no YAML: maximum recursion depth exceeded"),
     ("train train.yaml data.train=deep.jsonl", "line 1 of deep.jsonl is no JSON: maximum recursion depth exceeded"),
+    ("plan m --longest 99999999999999999999", "plan() takes a whole number from 1 to 16,777,216 as longest, got 99999"),
+    (
+        "plan m --max-tokens 99999999999999999999",
+        "plan() takes a whole number from 1 to 16,777,216, or None as max_tok",
+    ),
     ("plan deep.json", "deep.json is no configuration of a model: RecursionError: maximum recursion depth exceeded"),
     ("bench compare a.json deep.json", "deep.json is no rlcore.bench/1 record: "),
     ("bench export deep.json", "deep.json is no rlcore.bench/1 record: "),
@@ -562,6 +570,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
             run.append({"step": step, "reward": 0.5})
         run.checkpoint.mkdir()
         (run.checkpoint / "manifest.json").write_text("{}")
+    (here / "circle").symlink_to("circle")
+    (here / "dangling").symlink_to("nowhere/x.json")
     (here / "theirs").mkdir()
     (here / "theirs" / "run.json").write_text('{"name": "years of work"}')
     with TrainFolder(

@@ -67,6 +67,7 @@ def policy() -> Any:
         pytest.param(Place("cpu", 4), {"sequence_parallel_size": 4}, id="keys and values replicated"),
         pytest.param(Place("cpu", 4), SHARED | {"activation_checkpointing": "selective"}, id="two groups"),
         pytest.param(Place("cpu", 2), SHARED | {"activation_checkpointing": True}, id="recomputed"),
+        pytest.param(Place("cpu", 4), SHARED | {"replicas": 2}, id="a group in each replica"),
         pytest.param(Place("cuda", 2), SHARED, id="2 cuda", marks=multigpu),
         pytest.param(Place("cuda", 2), SHARED | {"activation_checkpointing": True}, id="2 cuda, rec.", marks=multigpu),
         pytest.param(Place("cuda", 4), {"sequence_parallel_size": 4}, id="4 cuda, replicated", marks=multigpu),

@@ -113,6 +113,7 @@ def models(
 
 TENSOR_2 = {"tensor_parallel_size": 2}
 EXPERTS_2 = {"expert_parallel_size": 2}
+SEQUENCES_2 = {"sequence_parallel_size": 2}
 KEPT = {"reshard_after_forward": False}
 SELECTIVE = {"activation_checkpointing": "selective"}
 
@@ -133,7 +134,12 @@ def on_gpus(kind: str, workers: int, options: dict[str, Any]) -> Any:
         on_cpus("Qwen3Moe", 2, TENSOR_2 | EXPERTS_2, 2, "Qwen3Moe, TP 2, EP 2"),
         on_cpus("Qwen2", 4, TENSOR_2, 10, "Qwen2, FSDP 2, TP 2", slow),
         on_cpus("Gemma3", 4, TENSOR_2 | SELECTIVE, 10, "Gemma3, recomputed", slow),
-        on_cpus("Qwen2", 4, TENSOR_2 | {"sequence_parallel_size": 2}, 10, "Qwen2, SP 2, TP 2", slow),
+        on_cpus("Qwen2", 4, TENSOR_2 | SEQUENCES_2, 10, "Qwen2, SP 2, TP 2", slow),
+        on_cpus("Qwen2", 2, SEQUENCES_2 | {"compile": True}, 2, "Qwen2, SP 2, compiled", slow),
+        on_cpus("Qwen3Moe", 2, SEQUENCES_2, 2, "Qwen3Moe, SP 2", slow),
+        on_cpus("Qwen3Moe", 2, SEQUENCES_2 | EXPERTS_2, 2, "Qwen3Moe, SP 2, EP 2", slow),
+        on_cpus("Qwen3Moe", 4, SEQUENCES_2 | EXPERTS_2 | {"replicas": 2}, 2, "Qwen3Moe, HSDP 2, SP 2, EP 2", slow),
+        on_cpus("Gemma3", 2, SEQUENCES_2, 2, "Gemma3, SP 2", slow),
         on_cpus("Qwen3Moe", 4, TENSOR_2 | {"expert_parallel_size": 4}, 10, "Qwen3Moe, TP 2, EP 4", slow),
         on_cpus("Qwen3Moe", 4, EXPERTS_2, 10, "Qwen3Moe, FSDP 4, EP 2", slow),
         on_cpus("Qwen3Moe", 4, EXPERTS_2 | KEPT, 2, "Qwen3Moe, FSDP 4, EP 2, blocks kept", slow),
@@ -144,7 +150,7 @@ def on_gpus(kind: str, workers: int, options: dict[str, Any]) -> Any:
         on_gpus("Qwen3Moe", 2, EXPERTS_2),
         on_gpus("Qwen3Moe", 2, TENSOR_2 | EXPERTS_2),
         on_gpus("Qwen2", 4, TENSOR_2),
-        on_gpus("Qwen2", 4, TENSOR_2 | {"sequence_parallel_size": 2}),
+        on_gpus("Qwen2", 4, TENSOR_2 | SEQUENCES_2),
         on_gpus("Qwen3Moe", 4, TENSOR_2 | {"expert_parallel_size": 4}),
     ],
 )
@@ -200,19 +206,35 @@ def test_memory_leaves_and_comes_back_between_steps(models: Callable[[str], Mode
 
 
 @slow
-@on_two
+@pytest.mark.parametrize(
+    ("kind", "place", "options", "targets"),
+    [
+        ("Qwen2", Place("cpu", 2), TENSOR_2, ["q_proj", "v_proj", "down_proj"]),
+        ("Gemma3", Place("cpu", 2), TENSOR_2, ["q_proj", "o_proj", "up_proj"]),
+        ("Qwen3Moe", Place("cpu", 2), TENSOR_2 | EXPERTS_2, ["q_proj", "v_proj"]),
+        ("Qwen3Moe", Place("cpu", 2), SEQUENCES_2 | EXPERTS_2, ["q_proj", "v_proj"]),
+        pytest.param("Qwen2", Place("cuda", 2), TENSOR_2, ["q_proj", "v_proj", "down_proj"], marks=multigpu),
+    ],
+    ids=str,
+)
 def test_adapters_are_cut_with_their_layers(
-    models: Callable[[str], Model], shared_devices: tuple[str, ...], place: Place
+    models: Callable[[str], Model],
+    shared_devices: tuple[str, ...],
+    kind: str,
+    place: Place,
+    options: dict[str, int],
+    *,
+    targets: list[str],
 ) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    from .test_train_lora import TARGETS, lora_module, plain_with
+    from .test_train_lora import lora_module, plain_with
 
-    model, loss = models("Qwen2"), loss_on(place.device)
-    model.build(2, place.device, **TENSOR_2)  # its processes and groups are there already
-    with rlcore.TrainEngine(lora_module(model.policy, model.folder, target_modules=TARGETS)) as engine:
-        engine.build(devices=two_of(place.device, shared_devices), **TENSOR_2)
+    model, loss = models(kind), loss_on(place.device)
+    model.build(2, place.device, **options)  # its processes and groups are there already
+    with rlcore.TrainEngine(lora_module(model.policy, model.folder, target_modules=targets)) as engine:
+        engine.build(devices=two_of(place.device, shared_devices), **options)
         fresh = engine.state_dict(adapters="only")
-        adapted = partial(plain_with, fresh, model.policy, model.folder, target_modules=TARGETS)
+        adapted = partial(plain_with, fresh, model.policy, model.folder, target_modules=targets)
         truth = Truth(adapted, device=place.device)
         for number in range(3):
             batch = packed_batch(seed=number)

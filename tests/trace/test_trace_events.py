@@ -45,11 +45,12 @@ def test_damaged_lines_are_counted_and_the_others_read(tmp_path: Path) -> None:
     made = MadeProcess(tmp_path)
     made.span("first", 1, 2)
     with made.path.open("a") as file:
-        file.write('no JSON\n{"begin": 3}\n{"end": 9, "thread": 55}\n')
+        file.write('no JSON\n{"begin": 3}\n{"end": 9, "thread": 55}\n' + "[" * 100_000 + "\n")
+        file.write('{"event": "engine", "facts": {"number": "x"}}\n{"event": "clock", "facts": {"boot": "b"}}\n')
     made.span("last", 3, 4)
     trace = read_trace(tmp_path)
     assert [span.name for span in trace.spans] == ["first", "last"]
-    assert trace.notes == [f"{made.path.name}: 3 damaged lines were left out"]
+    assert trace.notes == [f"{made.path.name}: 6 damaged lines were left out"]
 
 
 def test_processes_of_one_kernel_share_a_clock_and_those_of_others_are_shifted(tmp_path: Path) -> None:
