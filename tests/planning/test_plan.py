@@ -124,7 +124,7 @@ def test_devices_share_sequences_where_nothing_fits_otherwise(config_file: Path)
     }  # fmt: skip
     apart, two = (rlcore.plan(config_file, sequence_parallel=size, **given) for size in (1, 2))
     assert apart.best.layout.sequence_parallel == 1 and two.best.layout.shards in {2, 4}
-    assert two.best.flops == pytest.approx(apart.best.flops / 2, rel=1e-3)
+    assert abs(2 * two.best.flops - apart.best.flops) < apart.best.flops // 100
     most, of_two = (max(phase.device_bytes for phase in plan.best.phases) for plan in (apart, two))
     less = rlcore.plan(config_file, memory_bytes=(most + of_two) // 2, **given)
     assert of_two < most and less.fits and less.best.layout.sequence_parallel == 2
