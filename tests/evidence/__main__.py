@@ -6,7 +6,8 @@
 
 A job begins as soon as GPUs and processors for it are free, in the order of the file, and is ended after its seconds.
 One that would not fit into the minutes is not begun. FOLDER gets a folder for each job, with ``log`` and what it wrote,
-and ``outcomes.json``. Jobs beside each other share the host: records say so by their mark "shared".
+and ``outcomes.json``. Jobs beside each other share the host: records say so by their mark "shared". A job that has to
+be alone begins when all before it have ended, and holds back those after it.
 Ctrl-C and SIGTERM end the jobs, too. SIGKILL does not: each job has a session of its own, and goes on.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -42,6 +44,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After which it is ended."""
     gpus: int = 1
     cores: int = 10
+    memory_gb: int = 0
+    """The memory in GB that it takes of each of its GPUs, where that is more than 80."""
+    alone: bool = False
+    """Nothing runs beside it: it measures the host."""
     environment: str = ""
     """The name of the one of ``--python`` that it needs; that of this program unless given."""
 
@@ -62,6 +68,8 @@ class Free:
     gpus: list[str]
     cores: list[int]
     pythons: dict[str, str] = field(default_factory=dict)
+    memory_gb: float = math.inf
+    """Of each GPU."""
 
     def suffices(self, job: Job) -> bool:
         return len(self.gpus) >= job.gpus and len(self.cores) >= job.cores
@@ -134,20 +142,20 @@ def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[O
         outcomes.append(outcome)
         print(f"{outcome.name:24} {outcome.seconds:7.1f} s  {outcome.outcome}", flush=True)
 
-    for job in jobs:
-        if reason := why_never(job, free):
-            say(Outcome(job.name, f"not begun: {reason}"))
+    for one in jobs:
+        if reason := why_never(one, free):
+            say(Outcome(one.name, f"not begun: {reason}"))
         else:
-            waiting.append(job)
+            waiting.append(one)
     try:
         while waiting or running:
             for job in list(waiting):
                 if time.monotonic() + job.seconds > ends_at:
                     waiting.remove(job)
                     say(Outcome(job.name, f"not begun: {job.seconds} s do not fit into what is left"))
-                elif free.suffices(job):
-                    waiting.remove(job)
-                    running.append(Running(job, free, folder))
+            while job := next_to_begin(waiting, running, free):
+                waiting.remove(job)
+                running.append(Running(job, free, folder))
             for one in list(running):
                 if outcome := one.outcome():
                     running.remove(one)
@@ -161,10 +169,21 @@ def run(jobs: Sequence[Job], free: Free, folder: Path, minutes: float) -> list[O
     return outcomes
 
 
+def next_to_begin(waiting: Sequence[Job], running: Sequence[Running], free: Free) -> Job | None:
+    for job in waiting:
+        if running and (job.alone or running[-1].job.alone):
+            return None
+        if free.suffices(job):
+            return job
+    return None
+
+
 def why_never(job: Job, free: Free) -> str:
     """Return what this machine lacks for the job while no other runs; nothing if it can run."""
     if job.environment not in free.pythons:
         return f"it needs --python {job.environment}=INTERPRETER"
+    if job.gpus and job.memory_gb > free.memory_gb:
+        return f"it takes {job.memory_gb} GB of a GPU; there are {free.memory_gb:.0f}"
     if not free.suffices(job):
         return f"it needs {job.gpus} GPUs and {job.cores} processors; there are {len(free.gpus)} and {len(free.cores)}"
     return ""
@@ -180,15 +199,19 @@ def read_jobs(path: Path, names: Sequence[str]) -> list[Job]:
     return [job for job in jobs if not names or job.name in names]
 
 
-def visible_gpus() -> list[str]:
-    """Return what ``CUDA_VISIBLE_DEVICES`` names, all GPUs unless it is set, without loading CUDA here."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [one for one in named.split(",") if one]
+def visible_gpus() -> tuple[list[str], float]:
+    """Return what ``CUDA_VISIBLE_DEVICES`` names, all GPUs unless it is set, and the least memory of any GPU in GB.
+
+    CUDA is not loaded here.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     except (OSError, subprocess.CalledProcessError):
-        return []
-    return [str(index) for index in range(len(listed.splitlines()))]
+        listed = []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(index) for index in range(len(listed))] if named is None else [one for one in named.split(",") if one]
+    return gpus, min(map(int, listed), default=0) * 2**20 / 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -200,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", type=Path, default=JOBS, help="other jobs")
     options = parser.parse_intermixed_args(argv)  # else options after FOLDER leave no job for it
     pythons = {"": sys.executable} | dict(one.split("=", 1) for one in options.python)
-    free = Free(visible_gpus(), sorted(os.sched_getaffinity(0)), pythons)
+    gpus, memory_gb = visible_gpus()
+    free = Free(gpus, sorted(os.sched_getaffinity(0)), pythons, memory_gb)
     jobs = read_jobs(options.file, options.jobs)
     try:
         options.folder.mkdir(parents=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
+import importlib
+import inspect
 import json
 import os
 import re
@@ -14,28 +16,92 @@ import time
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from typer.main import get_command
 
 from rlcore.bench.case import load_cases
+from rlcore.cli.main import app
 from rlcore.process.status import state_of
-from tests.evidence.__main__ import JOBS, Free, Job, Outcome, main, read_jobs, run
+from tests.evidence.__main__ import JOBS, Free, Job, Outcome, main, read_jobs, run, visible_gpus
 
 ROOT = JOBS.parent.parent.parent
 CORES = sorted(os.sched_getaffinity(0))
 
 
-def test_each_job_runs_modules_cases_and_tests_that_exist() -> None:
-    cases, jobs = load_cases(), read_jobs(JOBS, [])
+def test_each_job_is_a_call_that_its_program_understands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, stub = read_jobs(JOBS, []), tmp_path / "python"
     assert len({job.name for job in jobs}) == len(jobs)
+    stub.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    stub.chmod(0o755)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed_only)
     for job in jobs:
-        words = shlex.split(job.command)
-        for module in re.findall(r"\{python\} -m ([\w.]+)", job.command):
-            assert importlib.util.find_spec(module) is not None, (job.name, module)
-        if "bench run" in job.command:
-            for name in words[words.index("run") + 1 : words.index("-o")]:
-                assert any(case == name or case.startswith(f"{name}/") for case in cases), (job.name, name)
-        for path in (word for word in words if word.startswith("tests/")):
-            assert (ROOT / path).exists(), (job.name, path)
+        shell = ["bash", "-euo", "pipefail", "-c", job.command.format(python=stub, out=tmp_path / "out")]
+        for line in subprocess.run(shell, capture_output=True, text=True, check=True).stdout.splitlines():
+            try:
+                check_call(json.loads(line), str(stub), monkeypatch)
+            except (Exception, SystemExit) as error:
+                raise AssertionError(f"{job.name}: {line}") from error
+
+
+class ParsedError(Exception):
+    """The arguments are understood."""
+
+
+_parse, _inside = argparse.ArgumentParser.parse_known_args, list[argparse.ArgumentParser]()
+
+
+def parsed_only(parser: argparse.ArgumentParser, words: Any = None, namespace: Any = None) -> Any:
+    """Parse, and raise ParsedError at the end of it: nothing is run."""
+    _inside.append(parser)
+    found = _parse(parser, words, namespace)
+    _inside.pop()
+    if _inside:  # it is a subcommand's
+        return found
+    assert not found[1], f"it takes no {found[1]}"
+    raise ParsedError
+
+
+def check_call(words: list[str], python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail unless a program understands these words, and what they name is there. Nothing is run."""
+    assert words.pop(0) == "-m"
+    module, *arguments = words
+    if module == "rlcore":
+        check_command(arguments, python, monkeypatch)
+    elif module == "pytest":
+        check_tests(arguments)
+    elif main := getattr(importlib.import_module(module), "main", None):
+        parameters = inspect.signature(main).parameters.values()
+        if any(one.default is not None for one in parameters):  # it gets the words as they are
+            inspect.signature(main).bind(*arguments)
+            return
+        assert hasattr(importlib.import_module(module), "argparse"), "else main() would begin"
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(ParsedError):
+            main()
+
+
+def check_command(arguments: list[str], python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if python in arguments:  # rlcore trace
+        arguments, inner = arguments[: arguments.index(python)], arguments[arguments.index(python) + 1 :]
+        check_call(inner, python, monkeypatch)
+        arguments.append("a.py")
+    command, cases = get_command(app), load_cases()
+    while isinstance(command, click.Group):
+        command = command.commands[arguments.pop(0)]
+    given = command.make_context("rlcore", arguments).params
+    for name in given.get("names") or ():
+        assert any(case == name or case.startswith(f"{name}/") for case in cases), name
+
+
+def check_tests(arguments: list[str]) -> None:
+    paths = [ROOT / word for word in arguments if word.startswith("tests/")]
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    assert all(path.exists() for path in paths)
+    tests = re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE)
+    if "-k" in arguments:
+        for word in arguments[arguments.index("-k") + 1].split(" or "):
+            assert any(word in test for test in tests), word
 
 
 def job(name: str, command: str, **needs: Any) -> Job:
@@ -67,6 +133,37 @@ def test_jobs_share_the_machine_and_what_does_not_run_says_why(tmp_path: Path) -
     assert logs["vllm"][1].endswith(f": {CORES[0]}")
     assert (tmp_path / "two" / "record").exists()
     assert sorted(free.gpus) == ["0", "1"] and free.cores == CORES[:1]
+
+
+def test_a_job_that_has_to_be_alone_has_nothing_beside_it_and_is_not_overtaken(tmp_path: Path) -> None:
+    spans = tmp_path / "spans"
+    show = f"echo begin $0 >> {spans}; sleep 0.4; echo end $0 >> {spans}"
+    jobs = [job(name, f"bash -c {shlex.quote(show)} {name}", alone=name == "b") for name in "abcd"]
+    found = run(jobs, Free([], [*CORES, *CORES, *CORES], {"": "python"}), tmp_path / "out", minutes=60)
+    assert {one.outcome for one in found} == {"done"}
+    lines = spans.read_text().splitlines()
+    assert lines[:4] == ["begin a", "end a", "begin b", "end b"]
+    assert sorted(lines[4:6]) == ["begin c", "begin d"]
+
+
+def test_what_takes_more_memory_than_a_gpu_has_is_left_out(tmp_path: Path) -> None:
+    free = Free(["0"], CORES[:1], {"": "python"}, memory_gb=85.5)
+    jobs = [job("large", "true", gpus=1, memory_gb=130), job("small", "true", gpus=1)]
+    found = {one.name: one.outcome for one in run(jobs, free, tmp_path, minutes=60)}
+    assert found == {"large": "not begun: it takes 130 GB of a GPU; there are 86", "small": "done"}
+
+
+def test_the_least_memory_of_the_gpus_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 143771\necho 81559\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == (["0", "1"], pytest.approx(85.5, abs=0.1))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert visible_gpus()[0] == ["1"]
+    monkeypatch.setenv("PATH", "")
+    assert visible_gpus() == (["1"], 0.0)
 
 
 def test_a_job_over_its_time_is_ended_with_what_it_started(tmp_path: Path) -> None:

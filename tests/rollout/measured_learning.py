@@ -86,7 +86,7 @@ def measure_on_cores(given: argparse.Namespace) -> list[Run]:
     print(f"{len(cores)} cores, so many seeds at a time: {slots.qsize()}", flush=True)
     shared = ["-m", "tests.rollout.measured_learning", "shared"]
     options = [*_words("--bounds", given.bounds), *_words("--steps", [given.steps])]
-    options += _words("--begin-within", [given.begin_within])
+    options += _words("--begin-within", [given.begin_within]) + _words("--stop-at", [given.stop_at])
     options += [f"--as-long-as={given.as_long_as}"] if given.as_long_as else []
 
     def run(seed: int) -> list[Run]:
@@ -150,7 +150,8 @@ def measure_shared(measured: Measured, given: argparse.Namespace, engines: Engin
 
 def _planned(given: argparse.Namespace) -> list[tuple[int, int, dict[str, Any]]]:
     """Return bound, seed and limits of each run: the same steps; and a bound of 1 for the synchronous runs' seconds."""
-    equal_steps = [(bound, seed, {"num_steps": given.steps}) for seed in given.seeds for bound in given.bounds]
+    limits = {"num_steps": given.steps, "stop_at": given.stop_at}
+    equal_steps = [(bound, seed, limits) for seed in given.seeds for bound in given.bounds]
     synchronous = json.loads(given.as_long_as.read_bytes())["runs"] if given.as_long_as else []
     return equal_steps + [
         (1, run["seed"], {"num_steps": 10**6, "seconds": run["seconds"]})
@@ -245,6 +246,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--as-long-as", type=Path, help="a FILE with synchronous runs: as many seconds, too")
     parser.add_argument("--begin-within", type=float, default=1e9, help="seconds in which runs begin")
+    parser.add_argument("--stop-at", type=float, default=1.0, help="share of rejected groups at which a run ends")
     for field in fields(Engines):
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default)
     given = parser.parse_args()
