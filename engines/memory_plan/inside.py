@@ -79,9 +79,14 @@ def _embedding_backward(grad: Tensor, indices: Tensor, num_weights: int, *_: Any
     return [4 * segments * math.ceil(width / _WARP) * _WARP]
 
 
+def _exchange(parts: Tensor, *_: Any) -> list[int]:
+    return [] if parts.is_contiguous() else [parts.nbytes]  # what is sent lies in one piece
+
+
 INSIDE: dict[str, Inside] = {
     "torch_attn::_varlen_attn_backward": _flash_backward,
     "rlcore_plan::flex_attention_backward": _flex_backward,
     "aten::sum.dim_IntList": _column_sums,
     "aten::embedding_dense_backward": _embedding_backward,
+    "rlcore::exchange_parts": _exchange,
 }

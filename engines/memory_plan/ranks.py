@@ -18,6 +18,7 @@ from torch import nn
 from rlcore.engines.fsdp2.gather_groups import gather_groups
 from rlcore.engines.fsdp2.sharding import Sharding, blocks_of
 from rlcore.nn import TrainModule
+from rlcore.packed.sequence_parallel import SequenceGroup
 
 _REDUCED_BYTES = 4
 """Gradients are exchanged, and held, in float32."""
@@ -35,6 +36,16 @@ class GatheredBytes:
     """The gradients of a group, and the buffers of the two exchanges before, that are there while a group computes."""
     whole_gradients: int
     """Gradients of all parameters."""
+
+
+class FirstOfGroup(SequenceGroup):
+    """The ranks that share each packed row, as the first of them sees it in a plan: there are no processes.
+
+    On the meta device an exchange between them is an operator that has a size alone.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.name = 0, size, f"planned group of {size}"
 
 
 def gathered(module: TrainModule, sharding: Sharding, shards: int) -> GatheredBytes:

@@ -25,6 +25,7 @@ from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.memory_plan.allocator import Allocator, CachingAllocator, PlainAllocator
 from rlcore.engines.memory_plan.inside import INSIDE
 from rlcore.engines.memory_plan.ledger import Ledger
+from rlcore.engines.memory_plan.ranks import FirstOfGroup
 from rlcore.engines.memory_plan.stand_ins import FLOPS, stand_ins
 from rlcore.engines.offload.group import optimizer_tensors
 from rlcore.engines.rank_batch import SCORED, WEIGHT, RankBatch, rank_batches
@@ -81,6 +82,8 @@ class _MetaDevice:
 class PlannedTrainer:
     """One rank of a train engine, alone with its module, whose tensors have sizes and no memory.
 
+    With ``sequence_parallel_size`` it is the first of the ranks that share each row, and computes its part of it.
+
     Args:
         module: made under ``rlcore.meta_device()``; a copy of it is planned.
         capacity: the most that the allocator may take from the device; None is no limit.
@@ -101,7 +104,11 @@ class PlannedTrainer:
         vocab_size = len(module.output_head().weight)
         self.ledger.name_of = lambda tensor: "logits" if vocab_size in tensor.shape else "activations"
         shard(module, sharding, _META, lambda: None, 1)
-        self._strategy = OneDevice(module, cast("Device", _MetaDevice()))
+        self._sequences = sharding.sequence_parallel_size
+        group = FirstOfGroup(self._sequences) if self._sequences > 1 else None
+        if group is not None:
+            module.share_sequences(group)
+        self._strategy = OneDevice(module, cast("Device", _MetaDevice()), group)
         self._hold_module()
         self._workspaces = [torch.empty(size, dtype=torch.uint8, device=_META) for size in workspaces(device)]
         for workspace in self._workspaces:
@@ -125,7 +132,7 @@ class PlannedTrainer:
             for name, buffer in buffers.items():
                 if buffer is not None:
                     buffers[name] = planned = buffer.to(_META)
-                    self.ledger.add(planned, "weights")
+                    self.ledger.add(planned, "buffers")
 
     def _name_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -158,6 +165,12 @@ class PlannedTrainer:
                 parameter.grad = torch.empty_like(parameter)
                 self._name_gradient(parameter)
 
+    @property
+    def scalar_bytes(self) -> int:
+        """Return the bytes of the numbers in the states of optimizers, such as counts of steps, which nothing cuts."""
+        states = optimizer_tensors(optimizers_of(self.module).values())
+        return sum(value.nbytes for value in states if not value.dim())
+
     def held(self) -> dict[str, int]:
         """Return the bytes that are held between two steps, by what they are."""
         return dict(self.ledger.held())
@@ -181,13 +194,18 @@ class PlannedTrainer:
         return replace(self._peak(partial(self.ledger.repeat, events)), flops=flops)
 
     def _step(self, batch: Batch, loss_fn: LossFn, options: StepOptions) -> Callable[[], object]:
-        return partial(train_step, self._strategy, _weighted(batch, options), loss_fn, options)
+        rank_batch = self._part(_weighted(batch), options.max_tokens_per_micro_batch)
+        return partial(train_step, self._strategy, rank_batch, loss_fn, options)
+
+    def _part(self, packed: Batch, max_tokens: int) -> RankBatch:
+        """Return the part of this rank, which has most of the tokens of each row."""
+        return rank_batches(packed, self._sequences, max_tokens, sequence_parallel_size=self._sequences)[0]
 
     def score(self, batch: Batch, options: ScoreOptions) -> PhasePeak:
         """Return the peak of ``TrainEngine.forward_logprobs``."""
         packed = to_packed({name: batch[name] for name in LAYOUT if name in batch})
         scored = packed | {SCORED: loss_mask_of(packed)}
-        (rank_batch,) = rank_batches(scored, 1, options.max_tokens_per_micro_batch)
+        rank_batch = self._part(scored, options.max_tokens_per_micro_batch)
         return self._peak(partial(score, self._strategy, rank_batch, options))
 
     def _peak(self, phase: Callable[[], object]) -> PhasePeak:
@@ -200,11 +218,9 @@ class PlannedTrainer:
         return PhasePeak(before, allocator.peak_allocated, allocator.peak_reserved, dict(ledger.at_peak), ledger.flops)
 
 
-def _weighted(batch: Batch, options: StepOptions) -> RankBatch:
+def _weighted(batch: Batch) -> Batch:
     packed = to_packed(batch)
-    weight_T = token_weights("token-mean", loss_mask_of(packed), cu_seqlens=packed["cu_seqlens"])
-    (rank_batch,) = rank_batches(packed | {WEIGHT: weight_T}, 1, options.max_tokens_per_micro_batch)
-    return rank_batch
+    return packed | {WEIGHT: token_weights("token-mean", loss_mask_of(packed), cu_seqlens=packed["cu_seqlens"])}
 
 
 def step_options(max_tokens: int) -> StepOptions:

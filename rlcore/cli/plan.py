@@ -14,8 +14,8 @@ from rlcore.torch_import import import_torch
 _RECOMPUTE = {"off": False, "selective": "selective", "on": True}
 _OPTIMIZERS: dict[str, dict[str, bool]] = {"adamw": {}, "adamw-fused": {"fused": True}}
 _OF_MODEL = (
-    "count", "memory", "longest", "prompt_tokens", "max_tokens", "recompute", "replicas", "lora", "dtype",
-    "compute_dtype", "optimizer", "record", "no_sampler",
+    "count", "memory", "longest", "prompt_tokens", "max_tokens", "recompute", "replicas", "sequence_parallel",
+    "lora", "dtype", "compute_dtype", "optimizer", "record", "no_sampler",
 )  # fmt: skip
 _OF_HOSTS = ("apart", "num_hosts", "strategy", "label", "host", "address")
 _GIB = 2**30
@@ -51,6 +51,9 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="off, selective or on; else it is looked for.")] = None,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Copies of the trainer; else they are looked for.")
+    ] = None,
+    sequence_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Devices of the trainer that share sequences; else 1, and more if needed.")
     ] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(min=1, help="Devices of one copy of the sampler, which are of one host.")
@@ -130,8 +133,9 @@ def _memory(model: str, given: dict[str, Any], train: int) -> Any:
                 f"it must be one of {', '.join(known)}, got {given[name]!r}", param_hint=f"--{name}"
             )
     arguments: dict[str, Any] = arguments_of(model) if model.endswith((".yaml", ".yml")) else {"model": model}
-    names = ("count", "longest", "prompt_tokens", "max_tokens", "replicas", "tensor_parallel", "lora", "record")
-    arguments |= {name: given[name] for name in (*names, "device") if given[name] is not None}
+    names = ("device", "count", "longest", "prompt_tokens", "max_tokens", "lora", "record")
+    sizes = ("replicas", "sequence_parallel", "tensor_parallel")
+    arguments |= {name: given[name] for name in (*names, *sizes) if given[name] is not None}
     if given["recompute"] is not None:
         arguments["recompute"] = _RECOMPUTE[given["recompute"]]
     if given["memory"] is not None:

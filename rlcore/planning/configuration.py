@@ -22,13 +22,13 @@ def arguments_of(file: str) -> dict[str, Any]:
     if trainer.executor != "fsdp2":
         raise UnsupportedError(f"a plan of trainer.executor={trainer.executor!r}", "plans follow the steps of fsdp2")
     options = dict(trainer.options)
-    replicas, recompute = options.pop("replicas", 1), options.pop("activation_checkpointing", False)
-    if not isinstance(replicas, int):
-        raise InvalidInputError(f"trainer.options.replicas must be a whole number, got {replicas!r}")
+    replicas, sequences = (_size(options, name) for name in ("replicas", "sequence_parallel_size"))
+    recompute = options.pop("activation_checkpointing", False)
     return {
         "model": config.model,
-        "count": trainer.data_parallel_size * replicas,
+        "count": trainer.data_parallel_size * replicas * sequences,
         "replicas": replicas,
+        "sequence_parallel": sequences,
         "recompute": recompute,
         "max_tokens": trainer.max_tokens_per_micro_batch,
         "longest": 2 * config.rollout.max_tokens,
@@ -38,3 +38,11 @@ def arguments_of(file: str) -> dict[str, Any]:
         "options": options,
         "optimizer": adamw_of(),
     }
+
+
+def _size(options: dict[str, Any], name: str) -> int:
+    """Take a number of devices out of the trainer's options."""
+    size = options.pop(name, 1)
+    if not isinstance(size, int):
+        raise InvalidInputError(f"trainer.options.{name} must be a whole number, got {size!r}")
+    return size

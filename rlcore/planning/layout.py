@@ -16,6 +16,8 @@ class StepLayout:
     """Devices, which both share."""
     replicas: int = 1
     """Copies of the trainer's weights, each cut over ``count`` / ``replicas`` devices."""
+    sequence_parallel: int = 1
+    """Devices that share the tokens of each micro-batch of the trainer; its weights are cut over them, too."""
     tensor_parallel: int = 1
     """Devices of one copy of the sampler."""
     recompute: Recompute = False
@@ -31,8 +33,11 @@ class StepLayout:
     def build_options(self) -> dict[str, Any]:
         """Return the arguments of ``TrainEngine.build`` in which it differs from the defaults."""
         options: dict[str, Any] = {}
-        if self.shards > 1:
-            options["data_parallel_size"] = self.shards
+        data_parallel = self.shards // self.sequence_parallel
+        if data_parallel > 1:
+            options["data_parallel_size"] = data_parallel
+        if self.sequence_parallel > 1:
+            options["sequence_parallel_size"] = self.sequence_parallel
         if self.replicas > 1:
             options["replicas"] = self.replicas
         if self.recompute:

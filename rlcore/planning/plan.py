@@ -9,7 +9,8 @@ from typing import Any
 
 from rlcore.arguments import COUNT, FLAG, MAPPING, PATH, TEXT, WHOLE, Kind, optional, takes
 from rlcore.engines.fsdp2.sharding import Sharding
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.nn import TrainModule
 from rlcore.planning.hardware import Hardware, hardware
 from rlcore.planning.layout import Recompute, StepLayout
 from rlcore.planning.model import MakeOptimizer, PlannedModel, planned_model
@@ -27,9 +28,15 @@ _SEQUENCES = 32
 """Sequences of the longest that the sampler's cache must hold: with fewer, vLLM computes for too few at a time."""
 _STEP, _TRIES, _CAUTION = 256, 3, 0.98
 _NOT_PLANNED = (
-    "activation_checkpointing", "replicas", "compile", "sequence_parallel_size", "tensor_parallel_size",
+    "activation_checkpointing", "replicas", "sequence_parallel_size", "compile", "tensor_parallel_size",
     "expert_parallel_size", "deterministic",
 )  # fmt: skip
+_OWN_NAMES = {
+    "activation_checkpointing": "recompute",
+    "replicas": "replicas",
+    "sequence_parallel_size": "sequence_parallel",
+}
+"""Options of a build -> the argument of a plan."""
 _LARGEST = 1 << 17
 """Tokens of a micro-batch beyond which nobody looks: it would keep any device busy."""
 _MOST_DEVICES = 1 << 20
@@ -48,6 +55,7 @@ _SIZES = {
     "prompt_tokens": WHOLE,
     "max_tokens": optional(_TOKENS),
     "replicas": optional(COUNT),
+    "sequence_parallel": optional(COUNT),
     "tensor_parallel": optional(COUNT),
     "lora": optional(_RANK),
 }
@@ -123,6 +131,7 @@ def plan(
     max_tokens: int | None = None,
     recompute: Recompute | None = None,
     replicas: int | None = None,
+    sequence_parallel: int | None = None,
     tensor_parallel: int | None = None,
     sampler: bool = True,
     lora: Mapping[str, Any] | int | None = None,
@@ -145,6 +154,8 @@ def plan(
         max_tokens: ``max_tokens_per_micro_batch``.
         recompute: ``activation_checkpointing`` of the fsdp2 executor.
         replicas: copies of the trainer's weights (HSDP).
+        sequence_parallel: devices that share the tokens of each micro-batch of the trainer (Ulysses). What is left out
+            is 1, and more where nothing fits so.
         tensor_parallel: devices of one copy of the sampler.
         sampler: False plans the trainer alone.
         lora: the rank of adapters on all linear layers, or the arguments of ``peft.LoraConfig``.
@@ -162,9 +173,12 @@ def plan(
     _check(common, longest, prompt_tokens, max_tokens)
     rates = None if record is None else Rates.of(record, target)
     traces = Traces(found, target, longest, prompt_tokens, common)
-    wanted = _LayoutSearch(count or 1, max_tokens, recompute, replicas, tensor_parallel, _attention_heads(found))
+    heads = _attention_heads(found)
+    wanted = _LayoutSearch(count or 1, max_tokens, recompute, replicas, tensor_parallel, sequence_parallel or 1, heads)
     needs = _sampler_of(found) if sampler else None
     best, *others = _ranked(traces, wanted, needs)
+    if not best.fits and sequence_parallel is None:
+        best, *others = _sharing_sequences(traces, wanted, needs) or (best, *others)
     if rates is not None:
         weight_bytes = 2 * found.num_parameters
         best, *others = [rates.timed(one, weight_bytes) for one in (best, *others)]
@@ -181,6 +195,8 @@ class _LayoutSearch:
     recompute: Recompute | None
     replicas: int | None
     tensor_parallel: int | None
+    sequence_parallel: int
+    """Devices that share the trainer's sequences."""
     attention_heads: int
     """Devices of one copy of the sampler divide them; 0 is unknown."""
 
@@ -188,6 +204,7 @@ class _LayoutSearch:
         """Yield layouts that differ in tokens alone, the most first."""
         divisors = [size for size in range(1, self.count + 1) if self.count % size == 0]
         copies = divisors if self.replicas is None else [self.replicas]
+        copies = [one for one in copies if self.count // one % self.sequence_parallel == 0]
         widths = [one for one in divisors if one <= 8 and self.attention_heads % one == 0]
         if self.tensor_parallel is not None:
             widths = [self.tensor_parallel]
@@ -196,7 +213,13 @@ class _LayoutSearch:
         for recompute in levels:
             for replicas in copies:
                 for width in widths:
-                    base = StepLayout(count=self.count, replicas=replicas, tensor_parallel=width, recompute=recompute)
+                    base = StepLayout(
+                        count=self.count,
+                        replicas=replicas,
+                        sequence_parallel=self.sequence_parallel,
+                        tensor_parallel=width,
+                        recompute=recompute,
+                    )
                     yield [replace(base, max_tokens=size) for size in sizes]
 
 
@@ -214,8 +237,8 @@ def _check(options: dict[str, Any], longest: int, prompt_tokens: int, max_tokens
         raise InvalidInputError("options= of plan() has compute_dtype='float8': plans do not know it; plan bfloat16")
     for name in _NOT_PLANNED:
         if name in options:
-            said = {"activation_checkpointing": "give it as recompute=", "replicas": "give it as replicas="}
-            raise InvalidInputError(f"options= of plan() has {name}: {said.get(name, 'plans do not know it')}")
+            said = f"give it as {_OWN_NAMES[name]}=" if name in _OWN_NAMES else "plans do not know it"
+            raise InvalidInputError(f"options= of plan() has {name}: {said}")
     if longest < 2:
         raise InvalidInputError(f"longest must be at least 2 tokens, got {longest}")
     if not 0 <= prompt_tokens < longest:
@@ -241,6 +264,13 @@ def _ranked(traces: Traces, wanted: _LayoutSearch, sampler: SamplerSize | None) 
     for name, size in (("replicas", wanted.replicas), ("tensor_parallel", wanted.tensor_parallel)):
         if size is not None and wanted.count % size:
             raise InvalidInputError(f"{name} must divide the {wanted.count} devices, got {size}")
+    copy = wanted.count // (wanted.replicas or 1)
+    if copy % wanted.sequence_parallel:
+        raise InvalidInputError(
+            f"sequence_parallel must divide the {copy} devices of a copy of the trainer, got {wanted.sequence_parallel}"
+        )
+    if wanted.sequence_parallel > 1:
+        traces.model.module.check_sequence_parallel(wanted.sequence_parallel)
     if wanted.tensor_parallel is not None and wanted.attention_heads % wanted.tensor_parallel:
         raise InvalidInputError(
             f"tensor_parallel must divide the {wanted.attention_heads} attention heads, got {wanted.tensor_parallel}"
@@ -263,11 +293,30 @@ def _ranked(traces: Traces, wanted: _LayoutSearch, sampler: SamplerSize | None) 
     return sorted(found, key=_cost)
 
 
+def _sharing_sequences(traces: Traces, wanted: _LayoutSearch, sampler: SamplerSize | None) -> list[StepPlan]:
+    """Return plans whose devices share sequences, as few of them as fit; none where they do not help."""
+    copy = wanted.count // (wanted.replicas or 1)
+    for size in range(2, copy + 1):
+        if copy % size == 0 and _can_share(traces.model.module, size):
+            found = _ranked(traces, replace(wanted, sequence_parallel=size), sampler)
+            if found[0].fits:
+                return found
+    return []
+
+
+def _can_share(module: TrainModule, num_ranks: int) -> bool:
+    try:
+        module.check_sequence_parallel(num_ranks)
+    except UnsupportedError:
+        return False
+    return True
+
+
 def _cost(plan: StepPlan) -> tuple[float, ...]:
     """Return work for each token, moves, exchanges, parts of the sampler and tokens at a time: the best are least."""
     layout = plan.layout
     return (
-        plan.flops / layout.max_tokens,
+        plan.flops * layout.sequence_parallel / layout.max_tokens,
         plan.moved_bytes,
         layout.shards > 1,
         layout.tensor_parallel,

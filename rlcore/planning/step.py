@@ -116,8 +116,10 @@ def _phase(name: str, parts: Mapping[str, int], host_bytes: int) -> PhaseMemory:
 
 def _trainer(traces: Traces, layout: StepLayout) -> _TrainerMemory:
     shards = layout.shards
-    trace = traces.trace(layout.recompute, layout.max_tokens, is_gathered=shards > 1)
-    held = {name: -(-traces.held.get(name, 0) // shards) for name in ("weights", "optimizer")}
+    trace = traces.trace(
+        layout.recompute, layout.max_tokens, sequence_parallel=layout.sequence_parallel, is_gathered=shards > 1
+    )
+    held = traces.held(shards)
     if shards == 1:
         return _TrainerMemory(
             held, _with_cached(trace.score), _with_cached(trace.train), trace.train.flops, trace.score.flops

@@ -71,13 +71,13 @@ def _phase_rows(plan: StepPlan) -> Iterator[list[str]]:
 
 
 def _layout_rows(plans: list[StepPlan]) -> Iterator[list[str]]:
-    yield ["", "", "tensor", "", "", "", "GiB to", "KV"]
-    yield ["shards", "copies", "parallel", "recompute", "tokens", "offloaded", "spare", "tokens"]
+    yield ["", "", "sequence", "tensor", "", "", "", "GiB to", "KV"]
+    yield ["shards", "copies", "parallel", "parallel", "recompute", "tokens", "offloaded", "spare", "tokens"]
     for one in plans:
         layout = one.layout
         away = ", ".join(layout.offload) or "nothing"
-        numbers = [layout.shards, layout.replicas, layout.tensor_parallel, layout.recompute, layout.max_tokens]
-        yield [*map(str, numbers), away, _gib(one.spare_bytes), str(one.kv_tokens)]
+        numbers = [layout.shards, layout.replicas, layout.sequence_parallel, layout.tensor_parallel, layout.recompute]
+        yield [*map(str, numbers), str(layout.max_tokens), away, _gib(one.spare_bytes), str(one.kv_tokens)]
 
 
 def _remedy(plan: StepPlan) -> str:

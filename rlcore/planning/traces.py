@@ -48,31 +48,40 @@ class Traces:
         self._traced = functools.cache(self._trace)
         self.gathered = functools.cache(self._gathered)
 
-    def sharding(self, recompute: Recompute) -> Sharding:
-        return Sharding(**{**self.options, "activation_checkpointing": recompute})
+    def sharding(self, recompute: Recompute, sequence_parallel: int = 1) -> Sharding:
+        found = {"activation_checkpointing": recompute, "sequence_parallel_size": sequence_parallel}
+        return Sharding(**self.options | found)
 
     def _gathered(self, shards: int) -> GatheredBytes:
         return gathered(self.model.module, self.sharding(recompute=False), shards)
 
+    def held(self, shards: int) -> dict[str, int]:
+        """Return the bytes that one of ``shards`` devices holds between two steps, by what they are."""
+        found, whole = self._settled.held(), self._settled.scalar_bytes
+        optimizer = whole + -(-(found.get("optimizer", 0) - whole) // shards)
+        return {"weights": -(-found["weights"] // shards), "optimizer": optimizer, "buffers": found.get("buffers", 0)}
+
     @functools.cached_property
-    def held(self) -> dict[str, int]:
-        """The bytes of the whole model between two steps, by what they are."""
+    def _settled(self) -> PlannedTrainer:
         trainer = self._trainer(self.sharding(recompute=False))
         trainer.make_optimizer_state()
-        return trainer.held()
+        return trainer
 
     def lengths(self, max_tokens: int) -> list[int]:
         """Return the sequences of a full micro-batch, the longest there are."""
         count, rest = divmod(max_tokens, self.longest)
         return [self.longest] * count + ([rest] if rest > 1 else [])
 
-    def trace(self, recompute: Recompute, max_tokens: int, *, is_gathered: bool = False) -> StepTrace:
+    def trace(
+        self, recompute: Recompute, max_tokens: int, *, sequence_parallel: int = 1, is_gathered: bool = False
+    ) -> StepTrace:
         """Trace scoring and training of one full micro-batch.
 
         Args:
+            sequence_parallel: devices that share the tokens of each micro-batch.
             is_gathered: parameters have the compute dtype, as those that FSDP has gathered: nothing is cast.
         """
-        sharding = self.sharding(recompute)
+        sharding = self.sharding(recompute, sequence_parallel)
         if is_gathered:
             sharding = replace(sharding, dtype=sharding.compute_dtype or sharding.dtype)
         return self._traced(sharding, max_tokens)

@@ -76,7 +76,9 @@ def test_less_memory_moves_more_and_then_does_not_fit(config_file: Path) -> None
 def test_shards_divide_what_is_held_and_gather_the_rest(config_file: Path, found: Any) -> None:
     four = rlcore.plan(config_file, device="h200", count=4, replicas=1, tensor_parallel=2, **FIXED)
     one, cut = ({phase.name: phase for phase in plan.best.phases}["train"].parts for plan in (found, four))
-    assert cut["weights"] == -(-one["weights"] // 4) and cut["optimizer"] == -(-one["optimizer"] // 4)
+    steps = 4 * len(list(four.model.module.parameters()))  # a count of steps for each parameter is on every device
+    assert cut["weights"] == -(-one["weights"] // 4) and cut["buffers"] == one["buffers"]
+    assert cut["optimizer"] == steps + -(-(one["optimizer"] - steps) // 4)
     layers = VALUES - 4096 * 256 - 256
     assert cut["gathered weights"] == 2 * (VALUES + layers) + layers // 2  # both layers are one group, which is cast
     assert cut["gradients"] == 4 * VALUES
@@ -113,6 +115,21 @@ def test_what_is_printed_is_80_columns_wide_and_no_part_of_it_is_cut(
             assert size < GIB // 100 or f"{name} {size / GIB:.2f}" in shown
     called = f"train.build({', '.join(f'{name}={value!r}' for name, value in plan.options.items())}"
     assert called in shown
+
+
+@pytest.mark.slow
+def test_devices_share_sequences_where_nothing_fits_otherwise(config_file: Path) -> None:
+    given: dict[str, Any] = {
+        "device": "h200", "count": 4, "longest": 16384, "max_tokens": 16384, "recompute": True, "sampler": False,
+    }  # fmt: skip
+    apart, two = (rlcore.plan(config_file, sequence_parallel=size, **given) for size in (1, 2))
+    assert apart.best.layout.sequence_parallel == 1 and two.best.layout.shards in {2, 4}
+    assert abs(2 * two.best.flops - apart.best.flops) < apart.best.flops // 100
+    most, of_two = (max(phase.device_bytes for phase in plan.best.phases) for plan in (apart, two))
+    less = rlcore.plan(config_file, memory_bytes=(most + of_two) // 2, **given)
+    assert of_two < most and less.fits and less.best.layout.sequence_parallel == 2
+    assert "sequence_parallel_size=2" in str(less)
+    assert rlcore.plan(config_file, **given).best.layout.sequence_parallel == 1
 
 
 def test_keys_and_values_of_a_token(config_file: Path) -> None:
@@ -213,6 +230,9 @@ def test_a_file_that_is_no_record_is_refused(config_file: Path) -> None:
         ({"options": {"compute": "bfloat16"}}, "options= of plan.. are those of the fsdp2 executor's build"),
         ({"options": {"compile": True}}, "options= of plan.. has compile: plans do not know it"),
         ({"options": {"replicas": 2}}, "give it as replicas="),
+        ({"options": {"sequence_parallel_size": 2}}, "give it as sequence_parallel="),
+        ({"options": {"tensor_parallel_size": 2}}, "has tensor_parallel_size: plans do not know it"),
+        ({"count": 4, "replicas": 2, "sequence_parallel": 4}, "sequence_parallel must divide the 2 devices of a copy"),
         ({"recompute": "full"}, "activation_checkpointing must be False, True or 'selective', got 'full'"),
         ({"lora": {"rank": 4}}, "lora=.*cannot be added to this model"),
     ],
@@ -256,6 +276,9 @@ def test_a_file_of_rlcore_train_is_planned_as_it_says(tmp_path: Path) -> None:
     assert {name: found[name] for name in ("model", "count", "replicas", "recompute", "longest", "sampler")} == {
         "model": "M", "count": 4, "replicas": 2, "recompute": True, "longest": 200, "sampler": True,
     }  # fmt: skip
+    file.write_text(text + "trainer: {data_parallel_size: 2, options: {sequence_parallel_size: 4}}\n")
+    shared = arguments_of(str(file))
+    assert (shared["count"], shared["sequence_parallel"], shared["options"]) == (8, 4, {})
     file.write_text(text + "trainer: {executor: deepspeed}\n")
     with pytest.raises(UnsupportedError, match="plans follow the steps of fsdp2"):
         arguments_of(str(file))
