@@ -30,7 +30,7 @@ from rlcore.kernels.vocab_shard import gathered
 from rlcore.nn import OutputHead, TrainModule, optimizers_of, schedulers_of
 from rlcore.routing.counting import can_count
 from rlcore.routing.replay import replaying
-from rlcore.routing.routers import Router, routers_of
+from rlcore.routing.routers import Router
 
 _ROWS = 1024
 """Rows whose whole logits top-p and top-k have to see at once."""
@@ -98,8 +98,8 @@ def _begin_reading(numbers: Mapping[str, Tensor], device: Device) -> Callable[[]
 
 
 def _accumulate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> _Metrics:
-    routers, phase = routers_of(strategy.module), strategy.device.profiler.range
-    metrics = _Metrics(strategy, batch, routers, loss_fn)
+    routers, phase = strategy.routers, strategy.device.profiler.range
+    metrics = _Metrics(strategy, batch, loss_fn)
     for number, micro_batch in enumerate(_trained(strategy, batch, options), start=1):
         # the backward may compute blocks again
         with _replaying(routers, micro_batch), metrics.counting(micro_batch):
@@ -161,8 +161,8 @@ def _scoring(module: TrainModule, micro_batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def evaluate(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, options: LossOptions) -> dict[str, float]:
     """Return the loss and statistics that ``train_step`` would give in evaluation mode; nothing changes."""
-    routers, phase = routers_of(strategy.module), strategy.device.profiler.range
-    metrics = _Metrics(strategy, batch, routers, loss_fn)
+    routers, phase = strategy.routers, strategy.device.profiler.range
+    metrics = _Metrics(strategy, batch, loss_fn)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in _trained(strategy, batch, options):
             with (
@@ -187,13 +187,13 @@ class _Metrics:
         loss_fn: the loss to call, so that the mismatch is seen.
     """
 
-    def __init__(self, strategy: ShardingStrategy, batch: RankBatch, routers: list[Router], loss_fn: LossFn) -> None:
+    def __init__(self, strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn) -> None:
         device = strategy.device.torch_device
         self.rows: list[dict[str, Tensor]] = []
         """One for each micro-batch of this rank: its loss, weight and statistics, in the same order on all ranks."""
         self.mismatch = Mismatch(device) if any(name in batch.packed for name in SAMPLER_ENTRIES) else None
         self.loss_fn = loss_fn if self.mismatch is None else self.mismatch.watching(loss_fn)
-        counted = [router for router in routers if can_count(router)]
+        counted = [router for router in strategy.routers if can_count(router)]
         self.expert_load = ExpertLoad(counted, device) if counted else None
 
     def counting(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
@@ -235,7 +235,7 @@ def _join(name: str, values: Tensor, fraction: Tensor) -> Tensor:
 @torch.no_grad()
 def score(strategy: ShardingStrategy, batch: RankBatch, options: ScoreOptions) -> Tensor:
     """Return the log-probability [T] float32, on the host, of every scored token of the whole batch; 0 elsewhere."""
-    routers, device = routers_of(strategy.module), strategy.device.torch_device
+    routers, device = strategy.routers, strategy.device.torch_device
     logprob_T = torch.zeros(batch.num_tokens, device=device)
     with evaluation_mode(strategy.module), strategy.computing():
         for micro_batch in micro_batches(batch, batch.packed[SCORED], options.max_tokens_per_micro_batch, device):

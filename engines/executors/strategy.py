@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import TypeVar
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from rlcore.device import Device
 from rlcore.engines.executors.clipping import clip_and_step, total_norm
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.packed.sequence_parallel import SequenceGroup
+from rlcore.routing.routers import Router, routers_of
 
 T = TypeVar("T")
 
@@ -41,6 +43,11 @@ class ShardingStrategy(ABC):
         self.device = device
         self.sequence_group = sequence_group
         self.num_alike = num_alike
+
+    @cached_property
+    def routers(self) -> list[Router]:
+        """The routers of the module; none of a dense one. They are kept, as to find them takes a millisecond."""
+        return routers_of(self.module)
 
     @abstractmethod
     def computing(self) -> AbstractContextManager[None]:

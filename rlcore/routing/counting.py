@@ -28,7 +28,12 @@ _SELECTED = ("top_k_index", "selected_experts", "router_indices")
 
 def can_count(router: Router) -> bool:
     """Return True if the experts of this router are told which of them each row has."""
-    names = list(inspect.signature(type(router.experts).forward).parameters)
+    return _takes_selected(type(router.experts).forward)
+
+
+@functools.cache
+def _takes_selected(forward: Callable[..., Any]) -> bool:
+    names = list(inspect.signature(forward).parameters)
     return len(names) > 2 and names[2] in _SELECTED  # after self and the rows
 
 
