@@ -8,6 +8,7 @@ to run the decoder on padded batches.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
@@ -53,8 +54,21 @@ class _DryRun:
 
 
 _record: ContextVar[_DryRun] = ContextVar("rlcore_packed_record")
-_dry_runs: dict[tuple[type, str, str], _DryRun] = {}
+_shared: ContextVar[dict[tuple[type, str, str], _DryRun] | None] = ContextVar("rlcore_packed_dry_runs", default=None)
 """By class of the decoder, the name of its attention, and its configuration."""
+
+
+@contextlib.contextmanager
+def shared_dry_runs() -> Iterator[None]:
+    """Inside, decoders of one configuration share a dry run, as the copies of a plan may.
+
+    Not for longer: what a class of transformers does may be replaced at any time.
+    """
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
 
 
 def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
@@ -127,14 +141,17 @@ def _structural_faults(decoder: nn.Module) -> Iterator[str]:
 
 
 def _dry_run(decoder: Any, own: str) -> _DryRun:
-    """Run a twin of ``decoder``; the same for all that are made of one configuration, such as the copies of a plan."""
+    shared = _shared.get()
+    if shared is None:
+        return _new_dry_run(decoder, own)
     key = type(decoder), own, decoder.config.to_json_string(use_diff=False)
-    if key not in _dry_runs:
-        _dry_runs[key] = _new_dry_run(decoder, own)
-    return _dry_runs[key]
+    if key not in shared:
+        shared[key] = _new_dry_run(decoder, own)
+    return shared[key]
 
 
 def _new_dry_run(decoder: Any, own: str) -> _DryRun:
+    """Run a twin of ``decoder``."""
     config = copy.deepcopy(decoder.config)
     config._attn_implementation_internal = _NAME
     record = _DryRun(own)

@@ -282,15 +282,6 @@ def test_items_go_on_where_they_were_in_every_pass() -> None:
     assert first + [one for _ in range(2) for one in resumed] == taken
 
 
-def test_a_resume_drops_the_lines_of_later_steps_and_one_that_a_kill_cut_short(config: Path) -> None:
-    with TrainFolder(read_configuration(config, [], TrainConfig), resume=False) as run:
-        run.append("metrics", [{"step": step} for step in range(4)])
-        log = run.path / "metrics.jsonl"
-        log.write_bytes(log.read_bytes() + b'{"step":2,"rew')
-        run.go_on(2)
-        assert log.read_text() == '{"step":0}\n{"step":1}\n{"step":2}\n'
-
-
 def test_a_loss_of_a_policy_can_be_trained_with() -> None:
     terms = {"entropy_bonus", "kl", "value_loss"}
     wrappers = {"combine", "icepop", "on_policy", "opsm", "sequence_mask", "sequence_mean", "tis"}

@@ -66,7 +66,8 @@ class Maker:
 def guard_of(worker: int) -> int:
     """Return the process of its session that leads a process group besides the worker."""
     others = [pid for pid in guard._processes() if session_of(pid) == worker != pid]
-    (found,) = [pid for pid in others if os.getpgid(pid) == pid]
+    leaders = [pid for pid in others if os.getpgid(pid) == pid]
+    (found,) = [pid for pid in leaders if session_of(pid) == worker]  # a fork may have begun its own session meanwhile
     return found
 
 
