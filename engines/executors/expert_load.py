@@ -27,9 +27,12 @@ class ExpertLoad:
 
     def __init__(self, routers: Sequence[Router], device: torch.device) -> None:
         self._routers = routers
-        self._num_experts = max(router.num_experts for router in routers)
-        self._total = sum(router.num_experts for router in routers)
-        self._counts = torch.zeros(len(routers), self._num_experts, dtype=torch.int64, device=device)
+        most = max(router.num_experts for router in routers)
+        self._counts = torch.zeros(len(routers), most, dtype=torch.int64, device=device)
+        """Below 0 where a layer has fewer experts than another one."""
+        for counts_E, router in zip(self._counts, routers, strict=True):
+            if router.num_experts < most:
+                counts_E[router.num_experts :] = -1
 
     def counting(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Return a context inside which the model computes this micro-batch.
@@ -42,18 +45,21 @@ class ExpertLoad:
         return counting(self._routers, self._counts, is_counted_T, micro_batch.tokens["cu_seqlens"])
 
     def joined(self) -> dict[str, Tensor]:
-        """Return the metrics over the tokens of all ranks.
+        """Return the metrics over the tokens of all ranks and the layers that had some; NaN if none was counted.
 
         ``max_over_mean``: the busiest expert's tokens over the mean, of the layer that is least even; 1 is even.
         ``entropy``: that of the shares over log(experts), the mean of the layers; 1 is even.
-        ``unused``: the share of experts, over all layers, that no token has.
+        ``unused``: the share of experts that no token has.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._counts)
-        share = self._counts / self._counts.sum(1, keepdim=True).clamp(min=1)
-        entropy = -torch.special.xlogy(share, share).sum(1) / math.log(max(2, self._num_experts))
+        counts, is_expert = self._counts.clamp(min=0), self._counts >= 0
+        total, num_experts = counts.sum(1, keepdim=True), is_expert.sum(1, keepdim=True)
+        share, is_counted = counts / total.clamp(min=1), total > 0
+        entropy = -torch.special.xlogy(share, share) / num_experts.clamp(min=2).log()
+        unused, of_all = ((counts == 0) & is_expert & is_counted).sum(), (is_expert & is_counted).sum()
         return {
-            f"{EXPERT_LOAD}max_over_mean": share.max() * self._num_experts,
-            f"{EXPERT_LOAD}entropy": entropy.mean(),
-            f"{EXPERT_LOAD}unused": 1 - (self._counts > 0).sum() / self._total,
+            f"{EXPERT_LOAD}max_over_mean": torch.where(is_counted.any(), (share * num_experts).max(), math.nan),
+            f"{EXPERT_LOAD}entropy": entropy.sum() / is_counted.sum(),
+            f"{EXPERT_LOAD}unused": unused / of_all,
         }

@@ -144,7 +144,7 @@ def _dry_run(decoder: Any, own: str) -> _DryRun:
     shared = _shared.get()
     if shared is None:
         return _new_dry_run(decoder, own)
-    key = type(decoder), own, decoder.config.to_json_string(use_diff=False)
+    key = type(decoder), own, repr(decoder.config.to_dict())
     if key not in shared:
         shared[key] = _new_dry_run(decoder, own)
     return shared[key]

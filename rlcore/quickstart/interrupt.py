@@ -20,9 +20,13 @@ class Interrupt:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._ends_at_once = False
+        self._makes_steps = False
         self.is_requested = False
-        self.has_begun = False
-        """The run makes steps, and checks ``is_requested`` after each."""
+        """The user wants the run to end after the present step."""
+
+    def begin_steps(self) -> None:
+        """From here on the run makes steps, and checks ``is_requested`` after each."""
+        self._makes_steps, self._ends_at_once = True, False
 
     def __enter__(self) -> Self:
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
@@ -36,7 +40,7 @@ class Interrupt:
             raise KeyboardInterrupt from error
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_requested or not self.has_begun:
+        if self.is_requested or not self._makes_steps:
             self._ends_at_once = True
             raise KeyboardInterrupt
         self.is_requested = True

@@ -68,7 +68,7 @@ class Quickstart:
             self.display.doing("loading the model and starting the trainer")
             self.train.build(devices=self.config.device, launcher=self.config.launcher)
             self.build_sampler()
-            self.interrupt.has_begun = True
+            self.interrupt.begin_steps()
             if self.config.resume:
                 self.resume()
             else:

@@ -87,10 +87,15 @@ them changed where compiled code computes a block again."""
 
 
 def count_rows(selected_RK: Tensor, place: Tensor, is_counted_T: Tensor, cu_seqlens: Tensor) -> None:
-    """Count the rows of each expert, without a wait for the device."""
+    """Count the rows of each expert, without a wait for the device; none where it is not known which are tokens."""
     number, row = place.tolist()
     is_counted_R = rows_of(is_counted_T, cu_seqlens.diff().tolist(), len(selected_RK), fill=0)
-    _open[number][row].index_add_(0, selected_RK.flatten(), is_counted_R[:, None].expand_as(selected_RK).flatten())
+    if is_counted_R is None:
+        return
+    counts_E = _open[number][row]
+    expert_RK = selected_RK.clamp(0, len(counts_E) - 1)
+    is_expert_RK = (selected_RK == expert_RK) & (counts_E[expert_RK] >= 0)  # LongCat's others compute nothing
+    counts_E.index_add_(0, expert_RK.flatten(), (is_counted_R[:, None] * is_expert_RK).flatten())
 
 
 @torch.library.custom_op("rlcore::count_experts", mutates_args=())

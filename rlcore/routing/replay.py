@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.routing.routers import NO_ROUTE, ROUTES, Router, routers_of, selecting
 from rlcore.routing.rows import rows_of
 
@@ -47,7 +47,10 @@ class _Replay:
 
     def _rows(self, count: int) -> Tensor:
         if count not in self._by_rows:
-            self._by_rows[count] = rows_of(self._packed, self._lengths, count, fill=NO_ROUTE)
+            found = rows_of(self._packed, self._lengths, count, fill=NO_ROUTE)
+            if found is None:
+                raise RlcoreError(f"a router has {count} rows, and the model computes {len(self._packed)} tokens")
+            self._by_rows[count] = found
         return self._by_rows[count]
 
 

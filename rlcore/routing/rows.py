@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rlcore.errors import RlcoreError
 
-
-def rows_of(values_T: Tensor, lengths: Sequence[int], num_rows: int, *, fill: int) -> Tensor:
+def rows_of(values_T: Tensor, lengths: Sequence[int], num_rows: int, *, fill: int) -> Tensor | None:
     """Return [R, ...] the values of so many rows: of packed tokens, of packed tokens and padding, or of padded rows.
+
+    None means that the rows are laid out in none of these ways, such as by a model that computes a part of the tokens.
 
     Args:
         values_T: [T, ...], of each token.
         lengths: tokens of each sequence, should they run padded.
         fill: the value of padding.
-
-    Raises:
-        RlcoreError: the rows are laid out in none of these ways.
     """
     missing = num_rows - len(values_T)
     if not missing:
@@ -31,6 +29,10 @@ def rows_of(values_T: Tensor, lengths: Sequence[int], num_rows: int, *, fill: in
     if num_rows == len(lengths) * max(lengths):
         parts = torch.split(values_T, list(lengths))
         return nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=fill).flatten(0, 1)
-    if missing > 0:  # ranks that share a row pad it, so that it divides
+    if 0 < missing < _num_ranks():  # ranks that share a row pad it, so that it divides
         return pad(values_T, (*(0, 0) * (values_T.dim() - 1), 0, missing), value=fill)
-    raise RlcoreError(f"a router has {num_rows} rows, and the model computes {len(values_T)} tokens")
+    return None
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

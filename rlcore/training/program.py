@@ -70,7 +70,7 @@ class TrainProgram:
         """Run the steps that are left. Raises Interrupted between two steps, with everything saved."""
         with self._stack:
             self._start()
-            interrupt.has_begun = True
+            interrupt.begin_steps()
             if self._step == 0:
                 self._record({"step": 0} | self._evaluate())
             while self._step < self.config.steps:

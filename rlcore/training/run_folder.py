@@ -48,11 +48,16 @@ class TrainFolder:
             for name in ("metrics", "episodes")
         }
         self._config = config
-        self._check(config, resume)
+        if self.path.exists() and not self.path.is_dir():
+            raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_folder(self.path)
+            with contextlib.ExitStack() as undone:
+                undone.callback(self.__exit__)
+                self._check(config, resume)
+                undone.pop_all()
         except BlockingIOError as error:
             raise CheckpointError(f"{self.path} is in use by another process; give another output=") from error
         except OSError as error:
@@ -106,7 +111,7 @@ class TrainFolder:
 
     def _check(self, config: TrainConfig, resume: bool) -> None:
         if not self._record.exists():
-            if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+            if any(self.path.iterdir()):
                 raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
             return
         earlier = self._earlier()

@@ -159,6 +159,24 @@ def test_experts_are_counted_by_what_their_routers_select(model: Any) -> None:
     assert not any("forward" in vars(router.experts) for router in routers)
 
 
+@pytest.mark.parametrize(
+    ("selected", "expected"),
+    [
+        pytest.param([[0, 1], [5, 1], [7, -1]], [1, 2, 0, 0, 0, 1], id="LongCat: from 6 on they compute nothing"),
+        pytest.param([[0, 1], [5, 1]], [0] * 6, id="a sequence at a time: which tokens is not known"),
+        pytest.param([[0, 1]] * 8, [0] * 6, id="padded to a fixed length"),
+    ],
+)
+def test_what_is_no_expert_or_no_token_of_the_batch_is_not_counted(
+    qwen: Any, selected: list[list[int]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, counts = routers_of(qwen)[0], torch.zeros(1, 6, dtype=torch.int64)
+    monkeypatch.setattr(router.experts, "forward", lambda *given: given[1])
+    with counting([router], counts, torch.ones(3, dtype=torch.int64), torch.tensor([0, 1, 3])):
+        router.experts.forward(torch.zeros(len(selected), 32), torch.tensor(selected))
+    assert counts[0].tolist() == expected
+
+
 def test_a_count_waits_for_no_device(qwen: Any) -> None:
     """On the meta device there is nothing to wait for: an ``item()`` or a ``bincount`` raises."""
     is_counted = torch.ones(9, dtype=torch.int64, device="meta")

@@ -200,18 +200,20 @@ def read_jobs(path: Path, names: Sequence[str]) -> list[Job]:
 
 
 def visible_gpus() -> tuple[list[str], float]:
-    """Return what ``CUDA_VISIBLE_DEVICES`` names, all GPUs unless it is set, and the least memory of any GPU in GB.
+    """Return what ``CUDA_VISIBLE_DEVICES`` names, all GPUs unless it is set, and the least memory of any GPU in GB,
+    infinite where it is not told.
 
     CUDA is not loaded here.
     """
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         listed = []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(index) for index in range(len(listed))] if named is None else [one for one in named.split(",") if one]
-    return gpus, min(map(int, listed), default=0) * 2**20 / 1e9
+    mebibytes = [int(one) for one in listed if one.strip().isdecimal()]
+    return gpus, min(mebibytes, default=math.inf) * 2**20 / 1e9
 
 
 def main(argv: Sequence[str] | None = None) -> int:

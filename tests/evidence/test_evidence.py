@@ -6,6 +6,7 @@ import argparse
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import shlex
@@ -163,7 +164,7 @@ def test_the_least_memory_of_the_gpus_is_seen(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert visible_gpus()[0] == ["1"]
     monkeypatch.setenv("PATH", "")
-    assert visible_gpus() == (["1"], 0.0)
+    assert visible_gpus() == (["1"], math.inf)
 
 
 def test_a_job_over_its_time_is_ended_with_what_it_started(tmp_path: Path) -> None:

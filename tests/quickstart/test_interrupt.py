@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import pytest
@@ -11,7 +12,7 @@ from rlcore.quickstart.interrupt import Interrupt, Interrupted
 
 
 def press(interrupt: Interrupt, times: int) -> None:
-    interrupt.has_begun = True
+    interrupt.begin_steps()
     for _ in range(times):
         signal.raise_signal(signal.SIGINT)
 
@@ -36,6 +37,14 @@ def test_an_error_of_what_the_second_ctrl_c_interrupts_is_told_and_does_not_hide
             raise StateError("planted")
     assert isinstance(raised.value.__cause__, StateError)
     assert said[1:] == ["what was interrupted ended with StateError: planted"]
+
+
+def test_an_error_long_after_a_ctrl_c_that_a_destructor_swallowed_stays_what_it_is() -> None:
+    with pytest.raises(StateError, match="planted"), Interrupt(lambda _: None) as interrupt:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        interrupt.begin_steps()
+        raise StateError("planted")
 
 
 def test_a_run_that_stops_between_steps_has_stopped_so_though_a_second_ctrl_c_came() -> None:

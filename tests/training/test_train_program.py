@@ -192,9 +192,9 @@ def test_it_learns_synchronously_on_a_shared_device_and_by_a_workflow(folder: Pa
     assert metrics[-1]["held_out_reward"] > metrics[0]["held_out_reward"] + 0.03
 
 
-def begin(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def begin(folder: Path, steps: int = 12, *overrides: str) -> subprocess.Popen[str]:
     """Begin a run in a process of its own, and return when it has done a step beyond its first checkpoint."""
-    command = [*warm(*ENGINES), "-m", "rlcore", "train", "config.yaml", "steps=12", "--resume", *overrides]
+    command = [*warm(*ENGINES), "-m", "rlcore", "train", "config.yaml", f"steps={steps}", "--resume", *overrides]
     process = subprocess.Popen(command, cwd=folder, env=without_settings(), text=True, stderr=subprocess.PIPE)
     assert process.stderr is not None
     for line in process.stderr:
@@ -226,7 +226,7 @@ def test_kill_and_ctrl_c_lose_nothing_and_repeat_nothing(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_at_once_though_a_reward_hangs(folder: Path) -> None:
     (folder / "sevens.py").write_text(HANGING)
-    process = begin(folder, "rollout.max_staleness=0")
+    process = begin(folder, 1000, "rollout.max_staleness=0")
     (folder / "hang").touch()
     while not (folder / "hangs").exists():
         assert process.poll() is None
@@ -241,8 +241,9 @@ def test_a_second_ctrl_c_ends_it_at_once_though_a_reward_hangs(folder: Path) -> 
     assert "what was interrupted ended with RolloutTimeoutError: episodes that close() cancelled go on" in told
     assert "stopped at once; continue after the last checkpoint with: rlcore train" in told
     (folder / "hang").unlink()
-    train("steps=12", "--resume", "rollout.max_staleness=0")
-    check_episodes(folder, 12)
+    steps = len(lines(folder, "metrics")) + 1
+    train(f"steps={steps}", "--resume", "rollout.max_staleness=0")
+    check_episodes(folder, steps)
 
 
 @pytest.mark.slow
