@@ -294,13 +294,20 @@ def write(record: Record, path: Path) -> None:
 def read_bytes(path: Path) -> bytes:
     """Raises BenchError where the file cannot be read, or is so large that it is of something else."""
     try:
-        if (size := path.stat().st_size) > _LARGEST_BYTES:
-            raise BenchError(
-                f"{path} has {size / 1e6:.0f} MB; a record has at most {_LARGEST_BYTES / 1e6:.0f} MB, so give a record"
-            )
-        return path.read_bytes()
+        _check_size(path, path.stat().st_size)
+        with path.open("rb") as file:  # of a device or a pipe nobody knows the size
+            data = file.read(_LARGEST_BYTES + 1_000_000)
     except OSError as error:
         raise BenchError(f"cannot read the benchmark record {path}: {error.strerror}") from error
+    _check_size(path, len(data))
+    return data
+
+
+def _check_size(path: Path, size: int) -> None:
+    if size > _LARGEST_BYTES:
+        raise BenchError(
+            f"{path} has {size / 1e6:.0f} MB; a record has at most {_LARGEST_BYTES / 1e6:.0f} MB, so give a record"
+        )
 
 
 def read(path: Path) -> Record:

@@ -91,6 +91,7 @@ def _reasons(model: Any, sizes: Sizes) -> Iterator[str]:
     if sizes.tensor > 1:
         yield from _dropouts(model)
         yield from _heads(model, sizes)
+        yield from _unsummed(model)
     held = dict(model.named_parameters(remove_duplicate=False))
     for path, style in tensor.parameters.items():
         if style in _PACKED and held[path].dim() > 1:
@@ -121,6 +122,19 @@ def _heads(model: Any, sizes: Sizes) -> Iterator[str]:
     from rlcore.packed.attention import why_heads_not_split  # an optional package, which is installed here
 
     if reason := why_heads_not_split(model.get_decoder(), sizes.tensor, sizes.sequences):
+        yield reason
+
+
+def _unsummed(model: Any) -> Iterator[str]:
+    from rlcore.packed.partial_gradients import why_not_summed  # beside transformers, an optional package
+
+    decoder = model.get_decoder()
+    place = next(path for path, module in model.named_modules() if module is decoder)
+    layers, styles = adapted_layers(model), {}
+    for path, _ in decoder.named_modules(prefix=place):
+        if (base := base_name(layers, path)) and (style := model.tp_plan.get(_any_layer(base))):
+            styles[base.removeprefix(f"{place}.")] = style
+    if reason := why_not_summed(decoder, styles):
         yield reason
 
 

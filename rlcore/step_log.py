@@ -39,6 +39,12 @@ class StepLog:
         if data != self._bytes():
             write_file(self.path, data)
 
+    def put_aside(self) -> None:
+        """Give the file another name, such as "metrics-1.jsonl", if steps were done; raises as ``read`` does."""
+        if any(line["step"] > 0 for line in self.read()):
+            names = (self.path.with_stem(f"{self.path.stem}-{number}") for number in itertools.count(1))
+            self.path.rename(next(name for name in names if not name.exists()))
+
     def read(self) -> list[dict[str, Any]]:
         """Return what each line holds; nothing if there is no file.
 

@@ -51,6 +51,8 @@ def train(
         except KeyboardInterrupt:
             if folder.has_checkpoint:
                 say(f"stopped at once; continue after the last checkpoint with: {command}")
+            else:
+                say(f"stopped at once, before the first checkpoint; begin again with: {command}")
             raise
     print(folder.model)
 

@@ -90,7 +90,7 @@ class TrainProgram:
             **own.trainer.options,
         )
         extra = self.train.load(self.folder.checkpoint) if self.folder.has_checkpoint else None
-        self._step = extra["step"] if extra else 0
+        self._step = self._first = extra["step"] if extra else 0
         if self._step > own.steps:
             raise InvalidInputError(
                 f"{self.folder.path} holds a run of {self._step} steps, and steps is {own.steps}; give as many or more"
@@ -209,9 +209,11 @@ class TrainProgram:
             self.train.save(self.folder.checkpoint, {"step": self._step, "rollout": self.rollout.state_dict()})
 
     def _finish(self) -> None:
+        if self._step == self._first and self.folder.model.exists():
+            return  # it had ended, and a scheduler has begun it once more
+        self.rollout.timeline.save(self.folder.timeline(self._first))
         with self._devices_for_training(keeps_samplers=True):
             self.train.export(self.folder.model)
-        self.rollout.timeline.save(self.folder.path / "timeline.json")
         self._say(str(self.rollout.stats))
 
     @property

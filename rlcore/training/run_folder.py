@@ -5,7 +5,9 @@
     episodes.jsonl   one object for each episode that was trained on: step, number, item, rewards, staleness
     checkpoint/      the newest checkpoint of the train engine, with the state of the rollout
     model/           the trained model, as a Hugging Face folder, after the last step
-    timeline.json    when each engine did what
+    timeline.json    when each engine did what; timeline-STEP.json of the part of a run that was resumed after STEP
+
+A run that begins again because it left no checkpoint gives the logs other names, such as metrics-1.jsonl.
 
 A step's lines are written before its checkpoint. A resume drops the lines of later steps, which are done again, and is
 refused where lines of earlier ones are missing. A run that fails before its samplers have the first weights changes
@@ -23,6 +25,7 @@ from typing import Any, Self
 import msgspec
 
 from rlcore.atomic import write_file
+from rlcore.engines.checkpoints.export_record import check_free
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from rlcore.file_lock import take_folder
 from rlcore.step_log import StepLog
@@ -86,8 +89,17 @@ class TrainFolder:
                 f"cannot write {self._logs[log].path}: {error.strerror}; mend that, and continue with --resume"
             ) from error
 
+    def timeline(self, first: int) -> Path:
+        """Return the file for the timeline of a process that went on after a step; 0 is the beginning."""
+        return self.path / (f"timeline-{first}.json" if first else "timeline.json")
+
     def begin(self) -> None:
-        """Empty the logs of a run that left no checkpoint, and write the configuration."""
+        """Put the logs of a run that left no checkpoint aside, and write the configuration."""
+        try:
+            for log in self._logs.values():
+                log.put_aside()
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
         self.go_on(-1)
 
     def go_on(self, step: int) -> None:
@@ -114,6 +126,7 @@ class TrainFolder:
             if any(self.path.iterdir()):
                 raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
             return
+        check_free(self.model)
         earlier = self._earlier()
         if not self.has_checkpoint:
             self._check_can_begin_again(earlier["checkpoint"].every, resume)

@@ -88,11 +88,29 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again_where_that_is
     )
     with pytest.raises(InvalidInputError, match=f"^{re.escape(message)}"):
         TrainFolder(config, resume=False)
-    resume(config, 0)
-    assert (steps_of(path, "metrics"), steps_of(path, "episodes")) == ([0], [])
+    with TrainFolder(config, resume=True) as folder:
+        folder.begin()
+        folder.append("metrics", [{"step": 0}])
+    assert steps_of(path, "metrics") == [0] and not (path / "episodes.jsonl").exists()
     with TrainFolder(config, resume=False) as folder:  # nothing was trained
         folder.begin()
     assert steps_of(path, "metrics") == []
+    assert steps_of(path, "metrics-1") == [0, 1, 2] and {*steps_of(path, "episodes-1")} == {1, 2}  # of the lost part
+    assert not (path / "metrics-2.jsonl").exists()
+
+
+def test_a_model_folder_with_other_files_is_told_before_the_run(config: TrainConfig) -> None:
+    path = write_run(config, 2)
+    (path / "model").mkdir()
+    (path / "model" / "README.md").write_text("notes")
+    with pytest.raises(CheckpointError, match="model is not empty, and no export of rlcore wrote it"):
+        TrainFolder(config, resume=True)
+    assert (path / "model" / "README.md").read_text() == "notes"
+
+
+def test_the_timeline_of_a_resumed_run_is_a_file_of_its_own(config: TrainConfig) -> None:
+    with TrainFolder(config, resume=False) as folder:
+        assert [folder.timeline(first).name for first in (0, 6)] == ["timeline.json", "timeline-6.json"]
 
 
 def test_a_new_run_writes_its_configuration_alone_and_last(

@@ -21,6 +21,7 @@ from rlcore.engines.train import TrainEngine
 from rlcore.errors import InvalidInputError, RlcoreError, RolloutError, StateError
 from rlcore.examples import addition
 from rlcore.training.config import TrainConfig
+from rlcore.training.program import TrainProgram
 from rlcore.training.run_folder import TrainFolder
 from tests.warm import ENGINES, kill, warm, warm_workers, without_settings
 
@@ -220,7 +221,23 @@ def test_kill_and_ctrl_c_lose_nothing_and_repeat_nothing(folder: Path) -> None:
 
     train("steps=12", "--resume")
     check_episodes(folder, 12)
+    assert (folder / "run" / f"timeline-{done}.json").exists()
+    ended = {one: one.stat().st_mtime_ns for one in (folder / "run").rglob("*") if one.is_file()}
+    train("steps=12", "--resume")  # as a scheduler does once more
+    assert {one for one, time_ns in ended.items() if one.stat().st_mtime_ns != time_ns} <= {folder / "run/config.json"}
     assert not [one for one in (folder / "run").iterdir() if one.name.startswith(".")]
+
+
+def test_ctrl_c_before_the_first_checkpoint_says_how_to_begin_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainProgram, "run", interrupted)
+    found = CliRunner().invoke(cli.app, ["train", "config.yaml"])
+    told = "stopped at once, before the first checkpoint; begin again with: rlcore train config.yaml --resume"
+    assert found.exit_code == 130 and told in found.stderr
 
 
 @pytest.mark.slow
