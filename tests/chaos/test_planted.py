@@ -211,6 +211,8 @@ class Planted(NamedTuple):
     told: str
     """Words that the driver says of it."""
     is_in_workers: bool = False
+    most_tries: int = 1
+    """More where it is a race what the fault meets, such as which rank's part was written before another was killed."""
 
 
 PLANTED = [
@@ -221,7 +223,7 @@ PLANTED = [
         4, listeners_take_strangers, "train", "connections", "0", "no error was promised, and Worker(Died|Error)", True
     ),
     Planted(4, limits_are_not_raised, "train", "connections", "0", "may have 1024 descriptors, and could have", True),
-    Planted(5, a_mixture_is_served, "sync", "kill", "220", "neither its old weights nor the new ones"),
+    Planted(5, a_mixture_is_served, "sync", "kill", "220", "neither its old weights nor the new ones", most_tries=12),
     Planted(6, a_death_is_an_earlier_failure, "save_in_background", "kill", "0", "the error (blames another|does not)"),
     Planted(6, close_waits_for_a_save, "close", "stop", "1", "close took"),
     Planted(8, stores_stay, "close", "none", "0", r"after close\(\) there are still: .*store-"),
@@ -245,7 +247,10 @@ def test_a_defect_is_found_when_it_is_put_back(
             in_workers(engines, planted.defect)
         else:
             planted.defect(patch)
-        found = program.run(engines, Incident(planted.step, planted.fault, planted.seed))
+        for _ in range(planted.most_tries):
+            found = program.run(engines, Incident(planted.step, planted.fault, planted.seed))
+            if re.search(planted.told, found["violation"]):
+                break
     if planted.is_in_workers:
         engines.close()
     assert re.search(planted.told, found["violation"]), f"{found}"

@@ -188,8 +188,8 @@ def test_a_repeated_step_is_the_second_one_to_the_byte(optimizer: Any, options: 
     assert repeated.held() == real.held()
 
 
-def test_a_dry_run_is_made_once_and_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first trainer of a model looks whether the model can run packed."""
+def test_a_dry_run_is_made_once_in_a_plan_and_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first trainer of a model looks whether the model can run packed; outside of a plan each one does."""
     made, dry_run = [], eligibility._new_dry_run
 
     def counted(*given: Any) -> Any:
@@ -198,8 +198,14 @@ def test_a_dry_run_is_made_once_and_is_no_part_of_a_step(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(eligibility, "_new_dry_run", counted)
     module = module_of(SMALL["qwen2"] | {"intermediate_size": 400}, None)
-    first, second = (PlannedTrainer(module, Sharding(), GPU).score(batch_of([64]), score_options(64)) for _ in range(2))
+
+    def scored() -> PhasePeak:
+        return PlannedTrainer(module, Sharding(), GPU).score(batch_of([64]), score_options(64))
+
+    with eligibility.shared_dry_runs():
+        first, second = scored(), scored()
     assert first == second and first.flops > 0 and len(made) == 1
+    assert scored() == first and len(made) == 2
 
 
 def test_an_operator_runs_once_for_arguments_that_are_alike() -> None:

@@ -109,7 +109,7 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     assert sum(one["reward"] for one in metrics[-3:]) > sum(one["reward"] for one in metrics[1:4]) + 0.15
     assert max(one["staleness_max"] for one in metrics[1:]) == 1
     assert {path.name for path in (folder / "run").iterdir()} == {
-        *("checkpoint", "config.json", "episodes.jsonl", "metrics.jsonl", "model", "timeline.json")
+        *("checkpoint", "config.json", "episodes.jsonl", "metrics.jsonl", "model", "timeline.json", "timeline-6.json")
     }
 
 
