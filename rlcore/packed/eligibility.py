@@ -8,7 +8,6 @@ to run the decoder on padded batches.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from rlcore._torch_private import fake_tensors
 from rlcore.packed.attention_call import AttentionCall
+from rlcore.packed.dry_runs import kept_dry_runs
 from rlcore.packed.implementations import no_attention_mask, own_attention
 from rlcore.probing import short_line
 
@@ -54,21 +54,6 @@ class _DryRun:
 
 
 _record: ContextVar[_DryRun] = ContextVar("rlcore_packed_record")
-_shared: ContextVar[dict[tuple[type, str, str], _DryRun] | None] = ContextVar("rlcore_packed_dry_runs", default=None)
-"""By class of the decoder, the name of its attention, and its configuration."""
-
-
-@contextlib.contextmanager
-def shared_dry_runs() -> Iterator[None]:
-    """Inside, decoders of one configuration share a dry run, as the copies of a plan may.
-
-    Not for longer: what a class of transformers does may be replaced at any time.
-    """
-    token = _shared.set({})
-    try:
-        yield
-    finally:
-        _shared.reset(token)
 
 
 def eligibility_of(decoder: nn.Module, own: str) -> Eligibility:
@@ -141,13 +126,14 @@ def _structural_faults(decoder: nn.Module) -> Iterator[str]:
 
 
 def _dry_run(decoder: Any, own: str) -> _DryRun:
-    shared = _shared.get()
-    if shared is None:
+    kept = kept_dry_runs()
+    if kept is None:
         return _new_dry_run(decoder, own)
     key = type(decoder), own, repr(decoder.config.to_dict())
-    if key not in shared:
-        shared[key] = _new_dry_run(decoder, own)
-    return shared[key]
+    if key not in kept:
+        kept[key] = _new_dry_run(decoder, own)
+    found: _DryRun = kept[key]
+    return found
 
 
 def _new_dry_run(decoder: Any, own: str) -> _DryRun:

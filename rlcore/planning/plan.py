@@ -11,7 +11,7 @@ from rlcore.arguments import COUNT, FLAG, MAPPING, PATH, TEXT, WHOLE, Kind, opti
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import TrainModule
-from rlcore.packed.eligibility import shared_dry_runs
+from rlcore.packed.dry_runs import shared_dry_runs
 from rlcore.planning.hardware import Hardware, hardware
 from rlcore.planning.layout import Recompute, StepLayout
 from rlcore.planning.model import MakeOptimizer, PlannedModel, planned_model

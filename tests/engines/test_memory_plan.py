@@ -26,6 +26,7 @@ from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_
 from rlcore.errors import UnsupportedError
 from rlcore.ops import ppo_clip
 from rlcore.packed import eligibility
+from rlcore.packed.dry_runs import shared_dry_runs
 from rlcore.planned import PlannedDevice, planned_device, planning_for
 from rlcore.planning.model import planned_model
 from tests.planning import host_peak, peaks
@@ -202,7 +203,7 @@ def test_a_dry_run_is_made_once_in_a_plan_and_is_no_part_of_a_step(monkeypatch: 
     def scored() -> PhasePeak:
         return PlannedTrainer(module, Sharding(), GPU).score(batch_of([64]), score_options(64))
 
-    with eligibility.shared_dry_runs():
+    with shared_dry_runs():
         first, second = scored(), scored()
     assert first == second and first.flops > 0 and len(made) == 1
     assert scored() == first and len(made) == 2
