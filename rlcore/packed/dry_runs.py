@@ -1,4 +1,4 @@
-"""Dry runs of decoders, kept while a plan makes copies of one model. It needs no transformers, as a plan may need none."""
+"""Dry runs of decoders, kept while a plan makes copies of a model. It needs no transformers, as some plans do not."""
 
 from __future__ import annotations
 
