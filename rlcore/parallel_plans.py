@@ -91,7 +91,7 @@ def _reasons(model: Any, sizes: Sizes) -> Iterator[str]:
     if sizes.tensor > 1:
         yield from _dropouts(model)
         yield from _heads(model, sizes)
-        yield from _unsummed(model)
+        yield from _unsummed(model, tensor)
     held = dict(model.named_parameters(remove_duplicate=False))
     for path, style in tensor.parameters.items():
         if style in _PACKED and held[path].dim() > 1:
@@ -125,14 +125,14 @@ def _heads(model: Any, sizes: Sizes) -> Iterator[str]:
         yield reason
 
 
-def _unsummed(model: Any) -> Iterator[str]:
+def _unsummed(model: Any, rules: _Rules) -> Iterator[str]:
     from rlcore.packed.partial_gradients import why_not_summed  # beside transformers, an optional package
 
     decoder = model.get_decoder()
     place = next(path for path, module in model.named_modules() if module is decoder)
     layers, styles = adapted_layers(model), {}
-    for path, _ in decoder.named_modules(prefix=place):
-        if (base := base_name(layers, path)) and (style := model.tp_plan.get(_any_layer(base))):
+    for path, style in rules.modules.items():
+        if base := base_name(layers, path):
             styles[base.removeprefix(f"{place}.")] = style
     if reason := why_not_summed(decoder, styles):
         yield reason

@@ -41,7 +41,7 @@ class StepLog:
 
     def put_aside(self) -> None:
         """Give the file another name, such as "metrics-1.jsonl", if steps were done; raises as ``read`` does."""
-        if any(line["step"] > 0 for line in self.read()):
+        if self.num_of_steps():
             names = (self.path.with_stem(f"{self.path.stem}-{number}") for number in itertools.count(1))
             self.path.rename(next(name for name in names if not name.exists()))
 
@@ -53,6 +53,10 @@ class StepLog:
             CheckpointError: a line is damaged.
         """
         return [self._decoded(number, line) for number, line in enumerate(self._lines(), start=1)]
+
+    def num_of_steps(self) -> int:
+        """Return the number of lines of steps after 0, which is before the first; raises as ``read`` does."""
+        return sum(line["step"] > 0 for line in self.read())
 
     def until(self, step: int, *, first: int = 0, each: int = 1) -> bytes:
         """Return the part of the file up to the step of a checkpoint, which must be whole.

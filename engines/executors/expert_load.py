@@ -30,9 +30,9 @@ class ExpertLoad:
         most = max(router.num_experts for router in routers)
         self._counts = torch.zeros(len(routers), most, dtype=torch.int64, device=device)
         """Below 0 where a layer has fewer experts than another one."""
-        for counts_E, router in zip(self._counts, routers, strict=True):
+        for row, router in enumerate(routers):
             if router.num_experts < most:
-                counts_E[router.num_experts :] = -1
+                self._counts[row, router.num_experts :] = -1
 
     def counting(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Return a context inside which the model computes this micro-batch.

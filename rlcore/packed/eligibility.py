@@ -22,11 +22,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rlcore._torch_private import fake_tensors
 from rlcore.packed.attention_call import AttentionCall
 from rlcore.packed.dry_runs import kept_dry_runs
+from rlcore.packed.fake_twin import NUM_TOKENS, fake_twin
 from rlcore.packed.implementations import no_attention_mask, own_attention
 from rlcore.probing import short_line
 
 _NAME = "rlcore_recorder"
-_NUM_TOKENS = 6
 _UNDERSTOOD = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache"}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CONFIG_FLAGS = {"is_causal": True, "use_bidirectional_attention": False}
@@ -89,7 +89,7 @@ def fault_around(model: Any) -> str | None:
         with fake_tensors(), torch.device("cpu"), torch.no_grad():
             twin = type(model)._from_config(copy.deepcopy(model.config), dtype=torch.bfloat16)
             twin.get_decoder().forward = record
-            tokens = torch.ones(1, _NUM_TOKENS, dtype=torch.long)
+            tokens = torch.ones(1, NUM_TOKENS, dtype=torch.long)
             given = {"position_ids": tokens.clone(), "attention_mask": no_attention_mask(tokens.device)}
             twin(input_ids=tokens, use_cache=False, packed_sequences=marker, **given)
     except _Handed:
@@ -138,17 +138,12 @@ def _dry_run(decoder: Any, own: str) -> _DryRun:
 
 def _new_dry_run(decoder: Any, own: str) -> _DryRun:
     """Run a twin of ``decoder``."""
-    config = copy.deepcopy(decoder.config)
-    config._attn_implementation_internal = _NAME
     record = _DryRun(own)
     token = _record.set(record)
     try:
-        with fake_tensors(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-            twin = type(decoder)._from_config(config, dtype=torch.bfloat16).train()
-            tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long)
-            inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens.clone(), "use_cache": False}
+        with torch.no_grad(), fake_twin(decoder, _NAME) as (twin, inputs):
             twin(**inputs, packed_sequences=record.marker)
-            record.masks.append(no_attention_mask(tokens.device))
+            record.masks.append(no_attention_mask(inputs["input_ids"].device))
             twin(**inputs, packed_sequences=record.marker, attention_mask=record.masks[-1])  # as the real runs call it
     finally:
         _record.reset(token)
@@ -194,7 +189,7 @@ def _call_faults(
     faults = []
     if options.pop("packed_sequences", None) is not record.marker:
         faults.append(f"{name} is not handed the keyword arguments of the model")
-    if lengths != (_NUM_TOKENS, _NUM_TOKENS):
+    if lengths != (NUM_TOKENS, NUM_TOKENS):
         faults.append(f"{name} attends over other positions than the tokens")
     if not options.pop("is_causal", getattr(module, "is_causal", True)):
         faults.append(f"{name} is not causal")

@@ -9,19 +9,17 @@ inputs of a module were made of.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlcore._torch_private import fake_tensors
+from rlcore.packed.fake_twin import fake_twin
 from rlcore.probing import short_line
 
 _CUT = ("colwise", "packed_colwise")
 """Styles of modules that give each rank a part of their output. After a module of another style it is whole again."""
-_NUM_TOKENS = 6
 
 
 def why_not_summed(decoder: Any, styles: Mapping[str, str]) -> str | None:
@@ -45,12 +43,9 @@ def why_not_summed(decoder: Any, styles: Mapping[str, str]) -> str | None:
 
 
 def _first_that_has_parts(decoder: Any, styles: Mapping[str, str]) -> str | None:
-    config = copy.deepcopy(decoder.config)
-    config._attn_implementation_internal = "eager"
     found: list[str] = []
-    with fake_tensors(), torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        twin = type(decoder)._from_config(config, dtype=torch.bfloat16)
-        graph = _Graph()
+    graph = _Graph()
+    with torch.enable_grad(), fake_twin(decoder, "eager") as (twin, inputs):
         for path, module in twin.named_modules():
             style = styles.get(path)
             if style is not None:
@@ -62,8 +57,7 @@ def _first_that_has_parts(decoder: Any, styles: Mapping[str, str]) -> str | None
                         found.append(path)
 
                 module.register_forward_pre_hook(look, with_kwargs=True)
-        tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.long)
-        twin(input_ids=tokens, position_ids=tokens.clone(), use_cache=False)
+        twin(**inputs)
     return found[0] if found else None
 
 

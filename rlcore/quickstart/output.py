@@ -140,7 +140,8 @@ class RunFolder:
 
     def _num_done(self) -> int:
         """Return the number of GRPO steps in the metrics; step 0 is the evaluation before the first."""
-        return sum(metrics["step"] > 0 for metrics in self.read())
+        with self._named_errors("read"):
+            return self._log.num_of_steps()
 
     def go_on(self, step: int) -> None:
         """Drop the metrics after ``step``, the step of the checkpoint from which the run continues (-1: no step yet).

@@ -89,7 +89,7 @@ them changed where compiled code computes a block again."""
 def count_rows(selected_RK: Tensor, place: Tensor, is_counted_T: Tensor, cu_seqlens: Tensor) -> None:
     """Count the rows of each expert, without a wait for the device; none where it is not known which are tokens."""
     number, row = place.tolist()
-    is_counted_R = rows_of(is_counted_T, cu_seqlens.diff().tolist(), len(selected_RK), fill=0)
+    is_counted_R = rows_of(is_counted_T, cu_seqlens, len(selected_RK), fill=0)
     if is_counted_R is None:
         return
     counts_E = _open[number][row]

@@ -38,7 +38,7 @@ def replaying(routers: Sequence[Router], routes_TLK: Tensor | None, cu_seqlens: 
 
 class _Replay:
     def __init__(self, routes_TLK: Tensor, cu_seqlens: Tensor) -> None:
-        self._packed, self._lengths = routes_TLK, cu_seqlens.diff().tolist()
+        self._packed, self._cu_seqlens = routes_TLK, cu_seqlens
         self._by_rows: dict[int, Tensor] = {}
 
     def __call__(self, router: Router, selected_RK: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class _Replay:
 
     def _rows(self, count: int) -> Tensor:
         if count not in self._by_rows:
-            found = rows_of(self._packed, self._lengths, count, fill=NO_ROUTE)
+            found = rows_of(self._packed, self._cu_seqlens, count, fill=NO_ROUTE)
             if found is None:
                 raise RlcoreError(f"a router has {count} rows, and the model computes {len(self._packed)} tokens")
             self._by_rows[count] = found

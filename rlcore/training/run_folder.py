@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,17 +54,13 @@ class TrainFolder:
         if self.path.exists() and not self.path.is_dir():
             raise InvalidInputError(f"{self.path} exists and holds no run of rlcore train; give another output=")
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        try:
+        with self._named_errors():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_folder(self.path)
             with contextlib.ExitStack() as undone:
                 undone.callback(self.__exit__)
                 self._check(config, resume)
                 undone.pop_all()
-        except BlockingIOError as error:
-            raise CheckpointError(f"{self.path} is in use by another process; give another output=") from error
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
 
     def __enter__(self) -> Self:
         return self
@@ -95,11 +91,9 @@ class TrainFolder:
 
     def begin(self) -> None:
         """Put the logs of a run that left no checkpoint aside, and write the configuration."""
-        try:
+        with self._named_errors():
             for log in self._logs.values():
                 log.put_aside()
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
         self.go_on(-1)
 
     def go_on(self, step: int) -> None:
@@ -109,7 +103,7 @@ class TrainFolder:
             CheckpointError: a log lacks lines of earlier steps, or is damaged: nothing has changed. Or the folder
                 cannot be written.
         """
-        try:
+        with self._named_errors():
             metrics, episodes = self._logs.values()
             kept = {
                 metrics: metrics.until(step),
@@ -118,6 +112,13 @@ class TrainFolder:
             for log, data in kept.items():
                 log.replace(data)
             write_file(self._record, msgspec.json.format(msgspec.json.encode(self._config)))
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self.path} is in use by another process; give another output=") from error
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.path}: {error.strerror}; give another output=") from error
 
@@ -146,7 +147,7 @@ class TrainFolder:
             every: the steps after which that run saved.
             resume: a scheduler that gives it always may begin such a run again; without it, that is not meant.
         """
-        done = sum(line["step"] > 0 for line in self._logs["metrics"].read())
+        done = self._logs["metrics"].num_of_steps()
         has_model = self.model.exists()
         if has_model or done > every:
             what = "a trained model" if has_model else f"the metrics of {done} steps"

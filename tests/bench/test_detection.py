@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,6 +27,7 @@ from rlcore.bench.measurement.measure import Sampling, run_case
 from rlcore.bench.measurement.system import new_record
 from rlcore.bench.record import CaseResult, Record
 from rlcore.bench.run import PLANS, BenchRun
+from rlcore.device import Device
 from rlcore.registry import get_device
 
 ROUNDS, GPU_ROUNDS = 30, 15
@@ -87,7 +87,7 @@ class SimulatedHost:
         return math.exp(self._generator.normal(0, 0.015))
 
     def case(self, name: str, seconds: float) -> Case:
-        def prepare(device: Any) -> Work:
+        def prepare(device: Device) -> Work:
             of_process, cold = seconds * self._by_chance(), itertools.chain([2.0], itertools.repeat(1.0))
 
             def run() -> None:

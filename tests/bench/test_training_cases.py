@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import pytest
@@ -19,6 +19,10 @@ from rlcore.bench.cases import models
 from rlcore.bench.cases.agreement import expect_same, tolerance
 from rlcore.bench.cases.models import TINY, packed_batch
 from rlcore.registry import get_device
+
+if TYPE_CHECKING:
+    from rlcore.bench.cases.agreement import StepNumbers
+    from rlcore.bench.cases.train_steps import Batch, Setup
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -164,12 +168,20 @@ def _broken(defect: str) -> Any:
     return Broken
 
 
+class OnOneDevice(NamedTuple):
+    """The setup of the case of a long sequence on a host, its batches, and what the engine computes on one device."""
+
+    setup: Setup
+    batches: list[Batch]
+    numbers: StepNumbers
+
+
 @pytest.fixture(scope="module")
-def on_one_device() -> Any:
-    """The setup of the case of a long sequence on a host, its batches and the steps of the engine on one device."""
+def on_one_device() -> OnOneDevice:
     setup = train_steps.Setup(["cpu:0", "cpu:1"], TINY, torch.float32, tokens=256, warm_up=1, recomputes=True)
     batches = [packed_batch(TINY.vocabulary, [setup.tokens], seed=0)] * 2
-    return setup, batches, train_steps.engine_steps(setup._replace(device_names=["cpu:0"]), batches).numbers
+    numbers = train_steps.engine_steps(setup._replace(device_names=["cpu:0"]), batches).numbers
+    return OnOneDevice(setup, batches, numbers)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +194,7 @@ def on_one_device() -> Any:
     ],
 )
 def test_a_defect_of_what_ranks_exchange_is_found(
-    defect: str, said: str, on_one_device: Any, monkeypatch: pytest.MonkeyPatch
+    defect: str, said: str, on_one_device: OnOneDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup, batches, expected = on_one_device
     monkeypatch.setattr(train_steps, "policy", lambda *args: models.policy(*args, _broken(defect)))

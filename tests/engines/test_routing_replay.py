@@ -252,7 +252,7 @@ def test_a_step_takes_the_experts_of_the_batch_and_the_routers_weights(
 def test_the_load_of_experts_is_counted_without_routes_too(
     folder: Path, outputs: list[RequestOutput], build: Callable[..., rlcore.TrainEngine], options: dict[str, Any]
 ) -> None:
-    """Of a batch of micro-batches, in a step and in an evaluation: it is that of what the routers choose."""
+    """It is that of what the routers choose, of a batch of micro-batches, in a step and in an evaluation."""
     batch = rlcore.collate(outputs)
     del batch[ROUTES]
     _, _, taken = step_alone(loaded(folder), batch)
