@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
+from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
@@ -93,6 +94,7 @@ class SglangExecutor(ReplicaExecutor):
             self._thread = EngineThread(
                 lambda: versions.new_engine(arguments, folder, run_scheduler, partial(last_words, folder))
             )
+        self._memory = shared_memory([child.pid or 0 for child in active_children()])  # build() may fail from now on
         engine: SglangEngine = self._thread.engine
         self._calls = ShardCalls(
             folder, SOCKET, self._num_shards, processes, lambda: engine.collective_rpc(f"rlcore_{serve.__name__}")
@@ -106,7 +108,6 @@ class SglangExecutor(ReplicaExecutor):
             self._prove_reload(path)
         if self._host_memory is not None:
             self._call(SglangShard.reserve, *self._host_memory)
-        self._memory = shared_memory([*self._calls.pids.values()])
 
     def _name_of(self, process: BaseProcess) -> str:
         ranks = {pid: rank for rank, pid in self._calls.pids.items()} if self._calls is not None else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlcore.engines.sampling.sglang import arguments, versions
 from rlcore.engines.sampling.sglang import executor as executors
 from rlcore.engines.sampling.sglang.executor import SglangExecutor
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError, UnsupportedError
+from rlcore.process.guard import FAMILY
 
 FOLDER: Any = SimpleNamespace(path="model")
 
@@ -127,6 +129,30 @@ def test_without_flash_attention_a_hopper_takes_tritons(
         with mock.patch.dict(os.environ), pytest.raises(InvalidInputError, match="no engine is made"):
             SglangExecutor.build(executor, "model", **given)
         assert new_engine.call_args.args[0].get("attention_backend") == taken
+
+
+def test_a_build_that_fails_when_the_schedulers_run_leaves_no_shared_memory(
+    new_engine: mock.Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As for a model that SGLang fills in part: schedulers are killed, and cannot remove it."""
+    shared = Path(f"/dev/shm/sglang_loads_{tmp_path.parent.name}_{os.getpid()}.shm")
+    shared.write_bytes(bytes(4096))
+    code = "import mmap, os, sys; it = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0); print(); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(shared)]
+    monkeypatch.setenv(FAMILY, "a family of its own")
+    monkeypatch.setattr(executors, "ShardCalls", mock.Mock(side_effect=UnsupportedError("it", "a part of it is none")))
+    new_engine.side_effect = None
+    executor = SglangExecutor(WorkerContext("the inference engine", 0, 1, "cpu:0", 1))
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as scheduler:
+            assert scheduler.stdout is not None and scheduler.stdout.readline()
+            monkeypatch.setattr(executors, "active_children", lambda: [scheduler])
+            with mock.patch.dict(os.environ), pytest.raises(UnsupportedError):
+                executor.build("model", attention_backend="triton")
+        executor.close()
+        assert not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("store", ["the folder of all workers of the engine", "ray-store:0"])
