@@ -11,7 +11,7 @@ import torch
 
 from rlcore.arguments import Kind, kind_of, takes
 from rlcore.compat.tinker import types
-from rlcore.compat.tinker.futures import APIFuture
+from rlcore.compat.tinker.futures import APIFuture, begins, ends
 from rlcore.compat.tinker.host import ModelHost, Snapshot
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
@@ -83,6 +83,9 @@ class SamplingClient:
 
     def get_base_model(self) -> str:
         return self._base_model
+
+    sample_async, compute_logprobs_async = ends(sample), ends(compute_logprobs)
+    get_base_model_async = begins(get_base_model)
 
     def _weights(self) -> Snapshot:
         return self._host.base if self._snapshot is None else self._snapshot
