@@ -85,7 +85,8 @@ class RolloutController:
         chat_template: a Jinja template; None is the tokenizer's own.
         template_options: passed to the template.
         episode_timeout_s: an episode that takes longer is dropped, and counted.
-        max_failures_in_row: after so many episodes have failed in a row, ``wait`` raises.
+        max_failures_in_row: after so many episodes have failed in a row none begins, and ``wait`` raises; the next one
+            tries again.
         unhealthy_after_s: an engine in another process that does not answer for so long is taken out.
     """
 
@@ -475,6 +476,7 @@ class RolloutController:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
+            self._episodes.failures_in_row = 0  # it is told once: a later wait tries again
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
                 f"{num_failures} episodes have failed in a row, the last one with {last}"

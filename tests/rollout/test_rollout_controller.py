@@ -471,6 +471,24 @@ def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
             rollout.rollout_batch(["raise"])
 
 
+def test_a_wait_after_too_many_failures_tries_again() -> None:
+    class Flaky(Workflow):
+        is_down = True
+
+        async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
+            if self.is_down:
+                raise ValueError("planted")
+            await client.generate([1])
+            return client.trajectories()
+
+    workflow, items = Flaky(), list(range(100))
+    with controller(workflow=workflow, batch_size=2, max_failures_in_row=3) as rollout:
+        with pytest.raises(RolloutError, match="have failed in a row"):
+            rollout.prepare_episodes(items, timeout_s=60)
+        workflow.is_down = False
+        assert len(rollout.prepare_episodes(items, timeout_s=60)) == 2
+
+
 def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity() -> None:
     with controller(max_staleness=0, batch_size=1, accept=lambda group: group[0].reward != 2) as rollout:
         batch = rollout.rollout_batch([5, 1, 2, 3])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlcore.arguments import Kind, kind_of, takes
+from rlcore.arguments import Kind, kind_of, plain_number, takes
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.futures import APIFuture, begins, ends
 from rlcore.compat.tinker.host import ModelHost, Snapshot
@@ -92,7 +92,7 @@ class SamplingClient:
 
     def _params(self, given: types.SamplingParams, num_samples: int, length: int) -> SamplingParams:
         stops: list[Any] = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
-        ids = [self._token_of(one) if isinstance(one, str) else types.plain_number(one) for one in stops]
+        ids = [self._token_of(one) if isinstance(one, str) else plain_number(one) for one in stops]
         max_tokens = given.max_tokens
         if max_tokens is None:
             longest = check_model_folder(Path(self._base_model)).config.get("max_position_embeddings")
