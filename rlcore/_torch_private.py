@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
+from torch.nn.attention import SDPBackend
 from torch.utils import _python_dispatch, _pytree
 
 Backend = _distributed_c10d.Backend
@@ -154,6 +155,16 @@ def check_can_run_triton(device: torch.device) -> None:
 
     interface: Any = get_interface_for_device(device.type)
     interface.raise_if_triton_unavailable(device)
+
+
+def takes_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if torch's causal attention takes cuDNN's kernels for these, forward and backward.
+
+    The public ``can_use_cudnn_attention`` does not tell which of the possible kernels it prefers. Since torch 2.10.
+    """
+    is_grouped = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=is_grouped)
+    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.attention import SDPBackend
 
 from rlcore import _torch_private as base
 from rlcore.collectives import _torch_private as of_collectives
@@ -206,6 +207,14 @@ def a_device_without_triton_raises() -> None:
         except (ImportError, NotImplementedError, RuntimeError):
             continue
         assert device == "cpu", "the meta device runs triton"
+
+
+@contract("takes_cudnn")
+def attention_tells_its_kernel() -> None:
+    query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    assert not base.takes_cudnn(query, key, key)
+    chosen = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True)
+    assert chosen in {backend.value for backend in SDPBackend.__members__.values()}
 
 
 @contract("scaled_product")
