@@ -52,7 +52,7 @@ class _DecoderPlan:
     own: str
     eligibility: Eligibility
     choices: dict[bool, dict[torch.dtype, str]] = field(default_factory=lambda: {False: {}, True: {}})
-    """Of packs that are long, and of others."""
+    """For packs that are long, and for others: the implementation by dtype."""
     _faults: dict[type, str | None] = field(default_factory=dict)
 
     def against_images(self, model: Any) -> str | None:

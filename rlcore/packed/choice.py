@@ -46,7 +46,6 @@ _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, to
 
 
 LONG = "long_sequences"
-_LONG_ARCH = 9, 0
 _LONG_WORK = 4e13
 """Multiplications and additions of a run, in the forward of all layers. cuDNN saves 1/300 - 1/450 TFLOP/s of them
 beside FlashAttention 2 (one H100): 0.044 s. It plans for each new shape: in the forward, in a recomputation, for which
@@ -96,8 +95,6 @@ def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:
 
 
 def _long_lacks(call: AttentionCall, device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _LONG_ARCH:
-        return "it is faster on CUDA devices of architecture 9.0 and newer alone"
     return _lacks(call, "window", "softcap", "has_sinks", "has_dropout")
 
 

@@ -815,32 +815,19 @@ def test_an_implementation_asked_for_runs_long_sequences_too(ran: list[str]) -> 
     assert ran == ["per_sequence"] * 2
 
 
-def test_other_attention_of_long_sequences_is_refused_and_told(decoder: Decoder) -> None:
-    assert dict(explain_cpu(decoder).refused)[LONG] == (
-        "it is faster on CUDA devices of architecture 9.0 and newer alone"
+def test_other_attention_of_long_sequences_is_refused() -> None:
+    lacks = packed_choice.IMPLEMENTATIONS[LONG].lacks
+    assert {name: lacks(call, torch.device("cpu")) for name, call in CALLS.items()} == {
+        "plain": None,
+        "window": "it has no window",
+        "softcap": "it has no softcap",
+        "sinks": "it has no sinks",
+    }
+    found = packed_choice.choose(frozenset([CALLS["plain"]]), torch.device("cpu"), torch.float32, of_long=True)
+    assert (found.implementation, dict(found.refused)[LONG]) == (
+        "per_sequence",
+        "torch takes another kernel than cuDNN's for it in torch.float32",
     )
-    device = torch.device("cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        lacks = packed_choice.IMPLEMENTATIONS[LONG].lacks
-        assert [lacks(call, device) for call in CALLS.values()] == [
-            None,
-            "it has no window",
-            "it has no softcap",
-            "it has no sinks",
-        ]
-        patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-        assert lacks(CALLS["plain"], device) is not None
-        patch.setitem(
-            packed_choice.IMPLEMENTATIONS, LONG, Implementation(packed_implementations.attend_long, lacks_not)
-        )
-        assert packed_choice.why_not(LONG, CALLS["plain"], torch.device("cpu"), torch.float32) == (
-            "torch takes another kernel than cuDNN's for it in torch.float32"
-        )
-
-
-def lacks_not(*_: Any) -> None:
-    pass
 
 
 def test_explain_tells_of_long_sequences(ran: list[str]) -> None:
@@ -1000,9 +987,9 @@ def test_autocast_on_the_gpu() -> None:
 
 @pytest.fixture
 def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    """On a device for which cuDNN has kernels that torch prefers; sequences of 512 tokens are long."""
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("long sequences have an implementation of their own on architecture 9.0 and newer")
+    """A model whose sequences of 512 tokens are long, where torch prefers cuDNN's kernels."""
+    if not packed_choice._runs_by_cudnn(AttentionCall(4, 2, 64, 64), torch.device("cuda"), torch.bfloat16):
+        pytest.skip("torch prefers another kernel than cuDNN's here")
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 4 * 64 * 512**2)
     for version in (2, 3):  # they come first where they are installed
         monkeypatch.setattr(packed_choice, f"is_flash_attn_{version}_available", lambda: False)
