@@ -89,7 +89,7 @@ class ModuleSourceTensors:
             _reshard(self._module, modules)
         else:
             self._release()
-        present = list(chain.from_iterable([own_parameters(module).values() for module in modules]))
+        present = list(chain.from_iterable(own_parameters(module).values() for module in modules))
         if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
             self._views = list(self._weight_views())
             self._parameters = describe(self._views, self._num_ranks)
