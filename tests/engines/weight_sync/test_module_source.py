@@ -84,15 +84,15 @@ def test_what_is_gathered_is_freed_before_any_parameter_is_looked_at() -> None:
     """Also where a layer is found by another way than through the module that has gathered it."""
     root, holder, layer = nn.Module(), nn.Module(), nn.Linear(2, 2, bias=False)
     root.first, root.last, holder.inner = layer, holder, layer
-    stored = layer.weight
+    gathered, stored = layer.weight, [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
 
     class Gathering(FSDPModule, nn.Module):  # type: ignore[misc]
         def reshard(self) -> None:
-            layer.weight = stored
+            layer.weight = now
 
     holder.__class__ = Gathering
     source = ModuleSourceTensors(root, 1)
-    for _ in range(2):
-        layer.weight = nn.Parameter(torch.ones(2, 2))
+    for now in stored:
+        layer.weight = gathered
         (part,) = source.parts()
-        assert part.data_ptr() == stored.data_ptr()
+        assert part.data_ptr() == now.data_ptr()
