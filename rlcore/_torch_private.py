@@ -8,7 +8,7 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -123,12 +123,12 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
-def number_of_writes(tensor: Tensor) -> int:
-    """Return a number that grows with every write in place to the memory of a tensor. There is no public one.
+def numbers_of_writes(tensors: Iterable[Tensor]) -> list[int]:
+    """Return a number of each tensor that grows with every write in place to its memory. There is no public one.
 
     Since torch 2.10.
     """
-    return tensor._version
+    return [tensor._version for tensor in tensors]
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

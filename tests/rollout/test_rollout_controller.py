@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import logging
+import os
 import random
 import re
 import signal
@@ -561,6 +562,26 @@ def test_a_program_with_an_event_loop_of_its_own_awaits_batches() -> None:
 
     with controller() as rollout:
         assert sorted(asyncio.run(program())) == [0, 1]
+
+
+def test_a_task_that_is_cancelled_in_wait_async_takes_nothing_and_keeps_no_thread() -> None:
+    async def program() -> list[int]:
+        for _ in range(2):
+            rollout.submit(300)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rollout.wait_async(2), 0.05)
+        await asyncio.to_thread(until, lambda: len(rollout._episodes.ready) == 2)
+        return [one.number for one in await rollout.wait_async(2, timeout_s=30)]
+
+    async def waits_for_ever() -> None:
+        rollout.submit(1 << 30)
+        await rollout.wait_async(1)
+
+    with controller(SimulatedEngine(step_s=0.001)) as rollout:
+        assert sorted(asyncio.run(program())) == [0, 1]
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):  # it comes once the loop's own threads have ended
+            asyncio.run(waits_for_ever())
 
 
 @pytest.mark.parametrize("is_saved_by_the_loader", [False, True])
