@@ -8,12 +8,13 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
+from torch.nn.attention import SDPBackend
 from torch.utils import _python_dispatch, _pytree
 
 Backend = _distributed_c10d.Backend
@@ -122,12 +123,12 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
-def number_of_writes(tensor: Tensor) -> int:
-    """Return a number that grows with every write in place to the memory of a tensor. There is no public one.
+def numbers_of_writes(tensors: Iterable[Tensor]) -> list[int]:
+    """Return a number of each tensor that grows with every write in place to its memory. There is no public one.
 
     Since torch 2.10.
     """
-    return tensor._version
+    return [tensor._version for tensor in tensors]
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -154,6 +155,16 @@ def check_can_run_triton(device: torch.device) -> None:
 
     interface: Any = get_interface_for_device(device.type)
     interface.raise_if_triton_unavailable(device)
+
+
+def takes_cudnn(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return True if torch's causal attention takes cuDNN's kernels for these, forward and backward.
+
+    The public ``can_use_cudnn_attention`` does not tell which of the possible kernels it prefers. Since torch 2.10.
+    """
+    is_grouped = query.shape[1] != key.shape[1]
+    chosen = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=is_grouped)
+    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:

@@ -103,6 +103,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {like[0]!r}?" if like else ""
 
 
+def plain_number(value: Any) -> Any:
+    """Return the number in a NumPy scalar or a tensor without dimensions; another value as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def _check(what: str, kind: Kind | None, name: str, value: Any) -> None:
     if kind is not None and not kind.has(value):
         shown = " ".join(line.strip() for line in repr(value).splitlines())  # a tensor has several

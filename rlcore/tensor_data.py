@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a name such as "bfloat16"; ``getattr(torch, name)`` is the dtype."""
     return str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ import ast
 import inspect
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn.attention import SDPBackend
 
 from rlcore import _torch_private as base
 from rlcore.collectives import _torch_private as of_collectives
@@ -171,12 +173,13 @@ def a_mesh_of_some_dimensions_knows_the_whole() -> None:
         dist.destroy_process_group()
 
 
-@contract("number_of_writes")
+@contract("numbers_of_writes")
 def writes_are_counted() -> None:
-    tensor = torch.zeros(2)
-    before = base.number_of_writes(tensor)
-    tensor[1:].add_(1)
-    assert base.number_of_writes(tensor) > before
+    tensors = [torch.zeros(2), torch.zeros(2)]
+    before = base.numbers_of_writes(tensors)
+    tensors[1][1:].add_(1)
+    after = base.numbers_of_writes(tensors)
+    assert after[0] == before[0] and after[1] > before[1]
 
 
 @contract("call_after_backward")
@@ -206,6 +209,14 @@ def a_device_without_triton_raises() -> None:
         except (ImportError, NotImplementedError, RuntimeError):
             continue
         assert device == "cpu", "the meta device runs triton"
+
+
+@contract("takes_cudnn")
+def attention_tells_its_kernel() -> None:
+    query, key = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    assert not base.takes_cudnn(query, key, key)
+    chosen = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=True)
+    assert chosen in {backend.value for backend in SDPBackend.__members__.values()}
 
 
 @contract("scaled_product")
@@ -297,6 +308,19 @@ def a_count_of_receivers_is_named_by_two_values() -> None:
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
         of_devices.release_ipc_counter(b"file", 3)
     assert asked == [(b"file", 3)]
+
+
+@contract("is_profiling")
+def a_thread_is_told_that_a_profiler_records() -> None:
+    told: list[bool] = []
+    assert not of_devices.is_profiling()
+    with torch.profiler.profile():
+        told.append(of_devices.is_profiling())
+        other = threading.Thread(target=lambda: told.append(of_devices.is_profiling()))
+        other.start()
+        other.join()
+    assert told == [True, True]
+    assert not of_devices.is_profiling()
 
 
 # ------------------------------------------------------------------------------------------------------ engines

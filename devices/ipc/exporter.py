@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Mapping as TableOf
 from dataclasses import dataclass, field
 
 import torch
@@ -117,13 +118,13 @@ class IpcExporter:
 
     def export(
         self,
-        storages: Sequence[torch.UntypedStorage],
+        storages: TableOf[int, torch.UntypedStorage],
         device_uuid: str,
         share: Callable[[torch.UntypedStorage], SharedMemory],
-    ) -> list[Export]:
-        """Return the export of each storage of one block. A storage keeps its export until that is revoked.
+    ) -> dict[int, Export]:
+        """Return the export of each storage of one block, by its ``storage_key``.
 
-        Storages without an export get a new one together.
+        A storage keeps its export until that is revoked. Storages without an export get a new one together.
 
         Raises:
             StateError: a storage was resized while other processes had it open.
@@ -131,19 +132,22 @@ class IpcExporter:
         with self._exporting:
             self._start()
             with self._changed:
-                found = {storage_key(one): export for one in storages if (export := self._export_of(one))}
-            if new := sorted((one for one in storages if storage_key(one) not in found), key=_range_of):
-                memory = share(new[0])  # it may copy the storage
-                added = Export(secrets.token_hex(8), device_uuid, new, memory)
-                found |= {storage_key(one): added for one in new}
+                known = {one: self._living(one) for one in {self._ids[key] for key in storages if key in self._ids}}
+                found = {key: export for key in storages if (export := known.get(self._ids.get(key, "")))}
+            if new := [key for key in storages if key not in found]:
+                by_address = sorted((storages[key] for key in new), key=_range_of)
+                memory = share(by_address[0])  # it may copy the storage
+                added = Export(secrets.token_hex(8), device_uuid, by_address, memory)
+                found |= dict.fromkeys(new, added)
                 with self._changed:
                     self._exports[added.export_id] = added
-                    self._ids.update((storage_key(one), added.export_id) for one in new)
-            return [found[storage_key(one)] for one in storages]
+                    self._ids |= dict.fromkeys(new, added.export_id)
+            return found
 
-    def _export_of(self, storage: torch.UntypedStorage) -> Export | None:
-        known = self._exports.get(self._ids.get(storage_key(storage), ""))
-        if known is not None and known.has_moved:
+    def _living(self, export_id: str) -> Export | None:
+        """Return an export that can be opened; one of which some memory has moved is forgotten."""
+        known = self._exports[export_id]
+        if known.has_moved:
             if holders := self._holders(known):
                 raise StateError(
                     f"this storage was resized while {_processes(holders)} had it open; "
@@ -151,7 +155,7 @@ class IpcExporter:
                 )
             self._forget(known)
             return None
-        return None if known is None or known.is_revoked else known
+        return None if known.is_revoked else known
 
     def open_here(self, claim: Claim, make: Callable[[Export], Mapping]) -> Mapping:
         """Return a mapping of this process's own storage."""

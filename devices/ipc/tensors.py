@@ -42,10 +42,12 @@ class TensorIpc:
         self._sharing = sharing
 
     def export_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[list[IpcHandle], list[tuple[int, int]]]:
+        device = self._device.torch_device
         for tensor in tensors:
-            _check_exportable(tensor, self._device.torch_device)
+            _check_exportable(tensor, device)
         of_tensors = [tensor.untyped_storage() for tensor in tensors]
-        storages = {storage_key(storage): storage for storage in of_tensors}
+        keys = list(map(storage_key, of_tensors))
+        storages = dict(zip(keys, of_tensors, strict=True))
         empty = [storage for storage in storages.values() if not storage.nbytes()]
         blocks = [empty] if empty else []
         blocks += self._sharing.blocks([storage for storage in storages.values() if storage.nbytes()])
@@ -53,21 +55,18 @@ class TensorIpc:
         before = {row.export_id for row in exporter().ledger()}
         try:
             for block in blocks:
-                found = exporter().export(block, self.uuid, self._share)
-                exports |= zip((storage_key(storage) for storage in block), found, strict=True)
+                exports |= exporter().export({storage_key(one): one for one in block}, self.uuid, self._share)
         except BaseException:  # all or none: the caller has no handles with which to revoke some
             for export_id in {export.export_id for export in exports.values()} - before:
                 exporter().revoke(export_id, timeout_s=0.0)
             raise
-        distinct = {export.export_id: export for export in exports.values()}
-        numbers = {export_id: number for number, export_id in enumerate(distinct)}
-        begins = {one: (numbers[export.export_id], export.address) for one, export in exports.items()}
+        numbers = {export: number for number, export in enumerate(dict.fromkeys(exports.values()))}
+        begins = {key: (numbers[export], storages[key].data_ptr() - export.address) for key, export in exports.items()}
         places = []
-        for tensor, storage in zip(tensors, of_tensors, strict=True):
-            number, address = begins[storage_key(storage)]
-            first = storage.data_ptr() - address + int(tensor.storage_offset()) * tensor.element_size()
-            places.append((number, first))
-        return [self._whole(export) for export in distinct.values()], places
+        for tensor, key in zip(tensors, keys, strict=True):
+            number, first = begins[key]
+            places.append((number, first + int(tensor.storage_offset()) * tensor.element_size()))
+        return [self._whole(export) for export in numbers], places
 
     def _whole(self, export: Export) -> IpcHandle:
         """Return a handle of all bytes of an export."""

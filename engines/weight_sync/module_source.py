@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import is_
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlcore._torch_private import number_of_writes, own_modules, own_parameters
+from rlcore._torch_private import numbers_of_writes, own_modules, own_parameters
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
@@ -40,8 +41,8 @@ class ModuleSourceTensors:
         self._num_ranks = num_ranks
         own_views = module.weight_views if isinstance(module, TrainModule) else model_weights(module)
         self._weight_views: Callable[[], Iterable[WeightView]] = views or own_views
-        self._release = release or (lambda: _reshard(module))
-        self._known: list[nn.Parameter] = []
+        self._release = release
+        self._known: list[nn.Parameter | None] = []
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
         self._parts: list[Tensor] = []
@@ -75,7 +76,7 @@ class ModuleSourceTensors:
                 release()
 
     def changes(self) -> list[int]:
-        return [number_of_writes(part) for part in self._parts]
+        return numbers_of_writes(self._parts)
 
     @property
     def _described(self) -> RankParameters:
@@ -83,8 +84,12 @@ class ModuleSourceTensors:
 
     def _refresh(self) -> RankParameters:
         """Return the description of the module, a new one when the module has other parameters."""
-        self._release()
-        present = _parameters(self._module)
+        modules = _modules(self._module)
+        if self._release is None:
+            _reshard(self._module, modules)
+        else:
+            self._release()
+        present = list(chain.from_iterable(own_parameters(module).values() for module in modules))
         if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
             self._views = list(self._weight_views())
             self._parameters = describe(self._views, self._num_ranks)
@@ -92,28 +97,23 @@ class ModuleSourceTensors:
         return self._parameters
 
 
-def _reshard(root: nn.Module) -> None:
+def _reshard(root: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Free what FSDP keeps gathered after a forward without a backward."""
     stop_computing(root)
-    for module in _modules(root):
+    for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _parameters(root: nn.Module) -> list[nn.Parameter]:
-    return [found for module in _modules(root) for found in own_parameters(module).values() if found is not None]
-
-
-def _modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield all modules in any order; several times as fast as ``root.modules()``."""
-    seen, stack = {id(root)}, [root]
-    while stack:
-        module = stack.pop()
-        yield module
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """Return all modules in any order; several times as fast as ``root.modules()``."""
+    found, seen = [root], {id(root)}
+    for module in found:  # it grows meanwhile
         for child in own_modules(module).values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                stack.append(child)
+                found.append(child)
+    return found
 
 
 def _computed(found: WeightView) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlcore._torch_private import number_of_writes
+from rlcore._torch_private import numbers_of_writes
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest, describe
 from rlcore.errors import StateError, SyncError
 from rlcore.weights.names import mismatch
@@ -83,7 +83,7 @@ class NamedSourceTensors:
         return [whole(tensors[number]).contiguous() for number in weights]
 
     def changes(self) -> list[int]:
-        return [number_of_writes(part) for part in self._parts]
+        return numbers_of_writes(self._parts)
 
 
 def _view(name: str, tensor: Tensor) -> WeightView:

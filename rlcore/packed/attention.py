@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
 from rlcore.packed.attention_call import AttentionCall
-from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, choose, implementations
+from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, are_long, choose, implementations
 from rlcore.packed.eligibility import Eligibility, eligibility_of, fault_around
 from rlcore.packed.images import PackedImages
 from rlcore.packed.implementations import (
@@ -34,6 +34,7 @@ from rlcore.packed.implementations import (
     cast_alike,
     no_attention_mask,
     own_attention,
+    runs_of,
 )
 from rlcore.packed.sequence_parallel import SequenceGroup, why_not_split
 
@@ -46,11 +47,12 @@ _SUFFIX = "_or_packed"
 
 @dataclass(slots=True)
 class _DecoderPlan:
-    """The way in which one decoder runs: packed, and by which implementation for each dtype, or padded."""
+    """The way in which one decoder runs: packed, and by which implementation in each dtype, or padded."""
 
     own: str
     eligibility: Eligibility
-    choices: dict[torch.dtype, str] = field(default_factory=dict)
+    choices: dict[bool, dict[torch.dtype, str]] = field(default_factory=lambda: {False: {}, True: {}})
+    """For packs that are long, and for others: the implementation by dtype."""
     _faults: dict[type, str | None] = field(default_factory=dict)
 
     def against_images(self, model: Any) -> str | None:
@@ -102,20 +104,26 @@ def packed_hidden_states(
         reason = against or "padded rows are not shared among ranks"
         what = f"packed attention by {implementation!r}" if group is None else "sequence parallelism"
         raise UnsupportedError(what, reason)
+    calls, runs = _calls(decoder, plan), runs_of(lengths)
     if group is not None:
         input_ids, cu_seqlens, lengths = group.evened(input_ids, cu_seqlens, lengths)
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
-        choices=plan.choices if implementation is None else {},
-        choose=lambda device, dtype: choose(_calls(decoder, plan), device, dtype, implementation).implementation,
+        choices=plan.choices if implementation is None else {False: {}},
+        choose=lambda device, dtype, of_long: (
+            choose(calls, device, dtype, implementation, of_long=of_long).implementation
+        ),
         group=group,
+        are_long=implementation is None and are_long(calls, _whole(decoder).config.num_hidden_layers, runs),
+        is_lone=sum(count for count, _ in runs) == 1,
     )
     # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
     # parameters have the compute dtype.
     dtype = attention_dtype(input_ids.device.type, compute_dtype_of(decoder))
-    name = packed.choices.get(dtype) or _choose(packed, input_ids, dtype)
-    implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
+    for of_long in {False, packed.are_long}:
+        name = packed.choices[of_long].get(dtype) or _choose(packed, input_ids, dtype, of_long)
+        implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
     own = slice(None) if group is None else group.own(len(input_ids))
     options = {
         "position_ids": _positions(packed.cu_seqlens, lengths)[None, own],
@@ -243,7 +251,9 @@ def _attention(  # noqa: PLR0917  # transformers' signature
         )
         return result
     dtype = attention_dtype(query.device.type, query.dtype)
-    name = packed_sequences.choices.get(dtype) or _choose(packed_sequences, query, dtype)
+    is_compiled = torch.compiler.is_compiling()
+    of_long = packed_sequences.are_long_in_graphs if is_compiled else packed_sequences.are_long
+    name = packed_sequences.choices[of_long].get(dtype) or _choose(packed_sequences, query, dtype, of_long)
     # Compiled code reads only the constant table.
     found = IMPLEMENTATIONS[name] if name in IMPLEMENTATIONS else implementations(query.device.type)[name]
     attend: Callable[..., Tensor] = found.attend
@@ -257,9 +267,9 @@ def _attention(  # noqa: PLR0917  # transformers' signature
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype) -> str:
+def _choose(packed: PackedSequences, query: Tensor, dtype: torch.dtype, of_long: bool) -> str:
     # Only the attention call knows the compute dtype: FSDP and autocast cast before it.
-    return packed.choices.setdefault(dtype, packed.choose(query.device, dtype))
+    return packed.choices[of_long].setdefault(dtype, packed.choose(query.device, dtype, of_long))
 
 
 # ------------------------------------------------------------------------------------------------------ batches

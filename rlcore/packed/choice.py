@@ -19,13 +19,14 @@ from torch.nn.attention import varlen
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from rlcore import probing
-from rlcore._torch_private import check_can_run_triton
+from rlcore._torch_private import check_can_run_triton, takes_cudnn
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.packed.attention_call import AttentionCall
 from rlcore.packed.implementations import (
     PackedSequences,
     attend_flash,
     attend_flex,
+    attend_long,
     attend_per_sequence,
     attend_varlen,
     prepare_flex,
@@ -42,6 +43,14 @@ _FLASH_ARCH, _FLASH_HEAD = 80, 256
 """The first architecture and the largest head of torch's own kernels of flash attention."""
 _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, torch.float64: 1e-9}
 """Largest relative error of a probe. A wrong mask is off by 0.1 and more; TF32 products by 1e-3."""
+
+
+LONG = "long_sequences"
+_LONG_WORK = 4e13
+"""Multiplications and additions of a run, in the forward of all layers. cuDNN saves 1/300 - 1/450 TFLOP/s of them
+beside FlashAttention 2 (one H100): 0.044 s. It plans for each new shape: in the forward, in a recomputation, for which
+autograd has a thread of its own, and in the backward. Where cuDNN planned in every call, each plan took 0.05 to 0.11 s
+(H100), so that two or three packs of a length make up for it. Shorter sequences save too little."""
 
 
 class AttentionChoice(NamedTuple):
@@ -85,6 +94,10 @@ def _flex_lacks(call: AttentionCall, device: torch.device) -> str | None:
     return _lacks(call, "has_dropout")
 
 
+def _long_lacks(call: AttentionCall, device: torch.device) -> str | None:
+    return _lacks(call, "window", "softcap", "has_sinks", "has_dropout")
+
+
 def _nothing_lacks(call: AttentionCall, device: torch.device) -> str | None:
     return None
 
@@ -108,6 +121,7 @@ class Implementation(NamedTuple):
 IMPLEMENTATIONS = {
     "flash_attention_3": Implementation(attend_flash(3), _flash_3_lacks),
     "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
+    LONG: Implementation(attend_long, _long_lacks),
     "varlen_attn": Implementation(attend_varlen, _varlen_lacks),
     "flex_attention": Implementation(attend_flex, _flex_lacks, prepare_flex),
     "per_sequence": Implementation(attend_per_sequence, _nothing_lacks),
@@ -136,10 +150,25 @@ def _offered(device_type: str) -> dict[str, Implementation]:
 # ------------------------------------------------------------------------------------------------------ choosing
 
 
+def are_long(calls: frozenset[AttentionCall], num_layers: int, runs: Iterable[tuple[int, int]]) -> bool:
+    """Return True if all sequences are so long that cuDNN's plans pay; ``runs`` are (count, length), as it plans."""
+    width = min((call.query_heads * call.head_dim for call in calls), default=0)
+    work = [2 * num_layers * width * count * length**2 for count, length in runs]  # two products, half of each seen
+    return min(work, default=0) >= _LONG_WORK
+
+
 def choose(
-    calls: frozenset[AttentionCall], device: torch.device, dtype: torch.dtype, implementation: str | None = None
+    calls: frozenset[AttentionCall],
+    device: torch.device,
+    dtype: torch.dtype,
+    implementation: str | None = None,
+    *,
+    of_long: bool = False,
 ) -> AttentionChoice:
     """Return the first implementation that serves all ``calls``; ``implementation`` asks for one by name.
+
+    Args:
+        of_long: for packs that ``are_long``.
 
     Raises:
         InvalidInputError: no such implementation.
@@ -150,9 +179,8 @@ def choose(
         raise InvalidInputError(f"packed attention has {', '.join(known)}; got {implementation!r}")
     refused: list[tuple[str, str]] = []
     for name in known if implementation is None else [implementation]:
-        reason = next(
-            (found for call in sorted(calls, key=repr) if (found := why_not(name, call, device, dtype))), None
-        )
+        asked = why_not if name != LONG or of_long or implementation else _why_not_short
+        reason = next((found for call in sorted(calls, key=repr) if (found := asked(name, call, device, dtype))), None)
         if reason is None:
             choice = AttentionChoice(name, tuple(refused))
             logger.info("packed attention in %s on %s: %s", dtype, device.type, str(choice).replace("\n", "; "))
@@ -172,14 +200,31 @@ def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.d
     return probing.why_not(_probe, name, call, dtype, device=device)
 
 
+def _why_not_short(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the reason why what is for long sequences does not run others; nothing is tried."""
+    for_long = f"it runs packs of which each run of one length has {_LONG_WORK:.0e} operations, and no others"
+    return implementations(device.type)[name].lacks(call, device) or for_long
+
+
+def _runs_by_cudnn(call: AttentionCall, device: torch.device, dtype: torch.dtype) -> bool:
+    sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]
+    qkv = (
+        torch.empty(1, n, sum(_PROBE_LENGTHS), width, device=device, dtype=dtype, requires_grad=True)
+        for n, width in sizes
+    )
+    return takes_cudnn(*qkv)
+
+
 def _why_not_planned(name: str, call: AttentionCall, planned: PlannedDevice, dtype: torch.dtype) -> str | None:
     """Return the reason why an implementation would not serve the call on a device that is not asked.
 
-    Packages that may be installed there are left out: their memory is that of torch's own kernels.
+    Packages that may be installed there are left out: their memory is that of torch's own kernels. So are
+    ``long_sequences``: they keep what ``varlen_attn`` keeps, but for a sixteenth more of queries, keys and values at
+    most, and what cuDNN's backward takes inside is not known.
     """
     if name == "per_sequence":
         return None
-    if planned.arch < _FLASH_ARCH or name.startswith("flash_attention"):
+    if planned.arch < _FLASH_ARCH or name.startswith("flash_attention") or name == LONG:
         return f"it is not planned with on {planned.type}"
     if name != "varlen_attn":
         return None
@@ -192,6 +237,8 @@ def _why_not_planned(name: str, call: AttentionCall, planned: PlannedDevice, dty
 
 def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return the reason why the results or gradients of ``name`` are wrong, or None."""
+    if name == LONG and not _runs_by_cudnn(call, device, dtype):
+        return f"torch takes another kernel than cuDNN's for it in {dtype}"
     call = call._replace(window=call.window and _PROBE_WINDOW)
     total = sum(_PROBE_LENGTHS)
     sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
@@ -35,16 +36,21 @@ class PackedSequences:
         self,
         cu_seqlens: Tensor,
         lengths: tuple[int, ...],
-        choices: dict[torch.dtype, str],
-        choose: Callable[[torch.device, torch.dtype], str],
+        choices: dict[bool, dict[torch.dtype, str]],
+        choose: Callable[[torch.device, torch.dtype, bool], str],
         group: SequenceGroup | None = None,
+        *,
+        are_long: bool = False,
+        is_lone: bool = False,
     ) -> None:
         """
         Args:
             cu_seqlens: [N+1] int32 on the device.
-            choices: compute dtype of attention -> name of the implementation.
-            choose: returns the implementation for a device and a dtype that is not in ``choices``.
+            choices: for packs that are long or not, compute dtype of attention -> name of the implementation.
+            choose: returns the implementation for a device and a dtype that is not in ``choices``, if long or not.
             group: the ranks that share the row, each of which attends with some of the heads.
+            are_long: the sequences are, as ``choice.are_long`` says.
+            is_lone: the row is one sequence, with nothing behind it but padding.
         """
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
@@ -54,11 +60,21 @@ class PackedSequences:
         self.choose = choose
         self.group = group
         self.block_masks: dict[int | None, BlockMask] = {}
+        self.are_long = are_long
+        self.is_lone = is_lone
+        self.are_long_in_graphs = are_long and is_lone
+        """A loop over long sequences would break the graph of a compiled block."""
+        self.rounded_total = rounded(sum(lengths))
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Return (count, length) of runs of sequences of equal length."""
-        return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths) if length]
+        """Return those of ``runs_of``."""
+        return runs_of(self.lengths)
+
+
+def runs_of(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (count, length) of runs of sequences of equal length."""
+    return [(len(list(run)), length) for length, run in itertools.groupby(lengths) if length]
 
 
 def attend_flash(version: int) -> Callable[..., Tensor]:
@@ -160,6 +176,53 @@ def attend_per_sequence(
         outputs += _attend_causal(attend, module, qkv, sliding_window, is_additive=own == "eager", options=options)
         start = rows.stop
     return torch.cat(outputs)[None]
+
+
+def attend_long(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, **options: Any
+) -> Tensor:
+    """Call ``scaled_dot_product_attention`` for each run of equally long sequences, in a length that recurs.
+
+    On Hopper torch takes cuDNN's kernel for it, which has no form for sequences of several lengths. A lone sequence
+    stays in the graph of a compiled block; padding behind it is attended as a part of it, which no earlier token sees.
+    """
+    qkv = cast_alike(query, key, value)
+    if packed.is_lone:
+        return _attend_rounded(qkv, packed.rounded_total, options["scaling"])
+    result: Tensor = _attend_long_runs(qkv, packed, options["scaling"])
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as that of ``attend_per_sequence``
+def _attend_long_runs(qkv: list[Tensor], packed: PackedSequences, scaling: float) -> Tensor:
+    outputs, start = [], 0
+    for count, length in packed.runs:
+        rows = slice(start, start + count * length)
+        parts = [_sequences(x, rows, count) for x in qkv]
+        outputs.append(_attend_rounded(parts, rounded(length), scaling).flatten(0, 1))
+        start = rows.stop
+    return torch.cat(outputs)[None]
+
+
+def _attend_rounded(qkv: list[Tensor], longer: int, scaling: float) -> Tensor:
+    """Return [count, L, heads, D] of [count, heads, L, D], computed in a longer length: no token sees a later one."""
+    length, is_grouped = qkv[0].shape[2], qkv[0].shape[1] != qkv[1].shape[1]
+    query, key, value = (
+        functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, longer - length)).transpose(1, 2) for x in qkv
+    )
+    attended = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped
+    )
+    return attended.transpose(1, 2)[:, :length]
+
+
+def rounded(length: int) -> int:
+    """Return the next of 16 lengths in each power of two; it is longer by less than a sixteenth.
+
+    torch keeps cuDNN's plan for every shape that it has met, for ever.
+    """
+    step = 1 << max(0, length.bit_length() - 5)
+    return -(-length // step) * step
 
 
 def _sequences(x: Tensor, rows: slice, count: int) -> Tensor:

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from rlcore.arguments import AT_LEAST_0, COUNT, FLAG, LIST, MAPPING, SECONDS, TEXT, WHOLE_FROM_0, Kind, optional, takes
@@ -51,6 +52,16 @@ TRAINER = "trainer"
 """The trainer's lane of the timeline."""
 
 
+@dataclass(slots=True)
+class _Wait:
+    """A wait for so many episodes."""
+
+    wanted: int
+    timeout_s: float | None
+    began: float
+    is_given_up: bool = False
+
+
 class RolloutController:
     """Runs a workflow on items of data, on one inference engine or several.
 
@@ -74,7 +85,8 @@ class RolloutController:
         chat_template: a Jinja template; None is the tokenizer's own.
         template_options: passed to the template.
         episode_timeout_s: an episode that takes longer is dropped, and counted.
-        max_failures_in_row: after so many episodes have failed in a row, ``wait`` raises.
+        max_failures_in_row: after so many episodes have failed in a row none begins, and ``wait`` raises; the next one
+            tries again.
         unhealthy_after_s: an engine in another process that does not answer for so long is taken out.
     """
 
@@ -173,7 +185,6 @@ class RolloutController:
         self._start_due()
         return number
 
-    @takes("wait()", count=optional(COUNT), timeout_s=optional(AT_LEAST_0))
     def wait(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
         """Wait until ``count`` episodes can be given to the trainer, and return them, oldest version first.
 
@@ -187,36 +198,28 @@ class RolloutController:
             StateError: without ``timeout_s``, so many would never come; says what is missing.
             RolloutError: no engine is left, or ``max_failures_in_row`` episodes failed.
         """
-        wanted = self._bound.batch_size if count is None else count
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if self._pacing is not None:
-            with self._changed:
-                self._pacing.note_wait(wanted)
-
-        def is_ready() -> bool:
-            self._refuse_other_version("wait()")
-            if self._bound.choose(wanted):
-                return True
-            self._check_progress(wanted, has_deadline=deadline is not None)
-            return False
-
+        wait = self._begin_wait(count, timeout_s)
         with self._trainer_does("wait"):
             while True:
-                left_s = None if deadline is None else deadline - time.monotonic()
-                if not self._waiting.until(is_ready, left_s):
-                    raise RolloutTimeoutError(
-                        f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
-                        f"{len(self._bound.running)} run{self._failures()}; call it again, or give a longer timeout_s"
-                    )
-                with self._changed:
-                    if chosen := self._bound.choose(wanted):  # else another thread was given them
-                        episodes = self._episodes.give(chosen)
-                        self._start_due()
-                        return episodes
+                self._wait_until_ready(wait)
+                if episodes := self._take(wait.wanted):
+                    return episodes
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
-        """As ``wait``, for a program with an event loop of its own."""
-        return await asyncio.to_thread(self.wait, count, timeout_s)
+        """As ``wait``, for a program with an event loop of its own. A task that is cancelled in it takes none."""
+        wait = self._begin_wait(count, timeout_s)
+        with self._trainer_does("wait"):
+            while True:
+                waiting = asyncio.ensure_future(asyncio.to_thread(self._wait_until_ready, wait))
+                try:
+                    await asyncio.shield(waiting)
+                except asyncio.CancelledError:  # Ctrl-C too: the loop waits for its threads before the program ends
+                    wait.is_given_up = True
+                    self._wake()
+                    await asyncio.wait([waiting])
+                    raise
+                if episodes := self._take(wait.wanted):  # here and not in the thread, which cannot be cancelled
+                    return episodes
 
     def prepare_batch(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Return a batch of ``batch_size`` episodes; items of ``dataloader`` are submitted as needed, over and over.
@@ -436,10 +439,44 @@ class RolloutController:
         finally:
             self.timeline.begin(TRAINER, "train")
 
+    @takes("wait()", count=optional(COUNT), timeout_s=optional(AT_LEAST_0))
+    def _begin_wait(self, count: int | None, timeout_s: float | None) -> _Wait:
+        wanted = self._bound.batch_size if count is None else count
+        if self._pacing is not None:
+            with self._changed:
+                self._pacing.note_wait(wanted)
+        return _Wait(wanted, timeout_s, time.monotonic())
+
+    def _wait_until_ready(self, wait: _Wait) -> None:
+        """Return when as many episodes as are wanted can be given, or they are not waited for any more."""
+        wanted, timeout_s = wait.wanted, wait.timeout_s
+
+        def is_ready() -> bool:
+            self._refuse_other_version("wait()")
+            if wait.is_given_up or self._bound.choose(wanted):
+                return True
+            self._check_progress(wanted, has_deadline=timeout_s is not None)
+            return False
+
+        left_s = None if timeout_s is None else wait.began + timeout_s - time.monotonic()
+        if not self._waiting.until(is_ready, left_s):
+            raise RolloutTimeoutError(
+                f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
+                f"{len(self._bound.running)} run{self._failures()}; call it again, or give a longer timeout_s"
+            )
+
+    def _take(self, wanted: int) -> list[Episode]:
+        """Return so many episodes, and forget them; none if another thread was given them meanwhile."""
+        with self._changed:
+            episodes = self._episodes.give(self._bound.choose(wanted))
+            self._start_due()
+            return episodes
+
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
+            self._episodes.failures_in_row = 0  # it is told once: a later wait tries again
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
                 f"{num_failures} episodes have failed in a row, the last one with {last}"

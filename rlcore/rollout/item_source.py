@@ -12,7 +12,8 @@ class ItemSource:
     """Takes elements of one dataloader; begins again at its end.
 
     A dataloader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``) keeps its place by
-    itself. For another one the elements of the current pass are counted, and skipped after ``load_state_dict``.
+    itself. For another one the elements of the current pass are counted, and skipped after ``load_state_dict``: it must
+    have the same order again, which torch's ``DataLoader(shuffle=True)`` has not.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlcore.arguments import LIST, Kind, takes
+from rlcore.arguments import LIST, Kind, plain_number, takes
 from rlcore.engines.sampling.completion import Completion, RequestOutput
 from rlcore.errors import InvalidInputError
 from rlcore.rollout.runs import Runs, joined
@@ -40,6 +40,7 @@ class Trajectory:
     versions: Sequence[int]
     """The version of the weights that sampled a token; -1 where it was not sampled. It is kept as ``Runs``."""
     reward: float = 0.0
+    """A scalar of NumPy or torch is kept as the number in it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Plain values of your own, such as the text of the answer."""
     routed_experts: Tensor | None = None
@@ -54,8 +55,10 @@ class Trajectory:
                 "a Trajectory needs token_ids, loss_mask, logprobs and versions of one length of at least 1, "
                 f"got {', '.join(map(str, lengths))}"
             )
-        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+        reward = plain_number(self.reward)
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise InvalidInputError(f"the reward of a Trajectory must be a finite number, got {self.reward!r}")
+        object.__setattr__(self, "reward", reward)
         object.__setattr__(self, "loss_mask", Runs.of(self.loss_mask))
         object.__setattr__(self, "versions", Runs.of(self.versions))
 

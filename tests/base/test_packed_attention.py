@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.nn import HuggingFaceTrainModule
+from rlcore.planned import PlannedDevice, planning_for
 from rlcore.registry import OpImplementation, registry
 from tests.accuracy import assert_as_accurate, assert_same_bits
 
@@ -363,9 +364,9 @@ def test_sharded_blocks_choose_once_and_in_their_compute_dtype(
         exact, rounded = run(in_float64(decoder)), run(copy.deepcopy(decoder).bfloat16())
         asked: list[torch.dtype] = []
 
-        def choose(calls: Any, device: torch.device, dtype: torch.dtype, implementation: Any) -> Any:
+        def choose(calls: Any, device: torch.device, dtype: torch.dtype, *args: Any, **options: Any) -> Any:
             asked.append(dtype)
-            return packed_choice.choose(calls, device, dtype, implementation)
+            return packed_choice.choose(calls, device, dtype, *args, **options)
 
         monkeypatch.setattr(packed_attention, "choose", choose)
         options: Any = {
@@ -723,6 +724,173 @@ def test_the_probe_finds_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None and reason.startswith("its probe gave a wrong output")
 
 
+# ------------------------------------------------------------------------------------------------- long sequences
+
+HEADS_7B = AttentionCall(28, 4, 128, 128)
+HEADS_0_5B = AttentionCall(14, 2, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("call", "num_layers", "runs", "expected"),
+    [
+        (HEADS_0_5B, 24, [(1, 131_072)], True),
+        (HEADS_0_5B, 24, [(1, 32_768)], True),
+        (HEADS_0_5B, 24, [(1, 16_384)], False),
+        (HEADS_0_5B.of_rank(2), 24, [(1, 32_768)], False),  # half of the heads
+        (HEADS_0_5B.of_rank(2), 24, [(1, 131_072)], True),
+        (HEADS_0_5B, 24, [(1, 131_072), (1, 32_768)], True),
+        (HEADS_0_5B, 24, [(1, 131_072), (1, 64)], False),  # it would plan for the short one too
+        (HEADS_7B, 28, [(8, 1024)], False),
+        (HEADS_7B, 28, [(8, 8192)], True),
+        (HEADS_7B, 28, [(1, 16_384)], True),
+        (HEADS_7B, 28, [], False),
+    ],
+)
+def test_which_packs_are_long(
+    call: AttentionCall, num_layers: int, runs: list[tuple[int, int]], expected: bool
+) -> None:
+    assert packed_choice.are_long(frozenset([call]), num_layers, runs) is expected
+
+
+def test_lengths_of_plans_recur_and_are_hardly_longer() -> None:
+    lengths = range(1, 5000)
+    found = [packed_implementations.rounded(length) for length in lengths]
+    assert all(length <= longer < length * 17 / 16 for length, longer in zip(lengths, found, strict=True))
+    assert len({longer for longer in found if 1024 < longer <= 2048}) == 16
+
+
+LONG = packed_choice.LONG
+SHORTEST_LONG = 20
+ALONE, APART, SHORT = (37,), (37, 21, 21), (37, 5)
+"""A pack of one long sequence, one of several, and one that is not of long ones alone."""
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The implementations that run. On this machine, too, long sequences have one of their own."""
+    calls: list[str] = []
+    for name in (LONG, "per_sequence"):
+        plain = packed_choice.IMPLEMENTATIONS[name].attend
+
+        def attend(*args: Any, name: str = name, plain: Callable[..., Tensor] = plain, **options: Any) -> Tensor:
+            calls.append(name)
+            return plain(*args, **options)
+
+        monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, name, Implementation(attend, lambda *_: None))
+    monkeypatch.setattr(packed_choice, "_runs_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 32 * SHORTEST_LONG**2)
+    return calls
+
+
+@pytest.mark.parametrize(("lengths", "name"), [(ALONE, LONG), (APART, LONG), (SHORT, "per_sequence")], ids=str)
+def test_long_sequences_are_attended_as_others(lengths: tuple[int, ...], name: str, ran: list[str]) -> None:
+    decoder = make("qwen3")
+    wide = in_float64(decoder)
+    padded, exact = (run(model, lengths, implementation="padded") for model in (decoder, wide))
+    run(decoder, lengths)  # the first probes
+    run(decoder, (5, 6))  # a choice for one pack is none for the next
+    ran.clear()
+    hidden = run(decoder, lengths)
+    assert ran == [name] * 2
+    assert_as_accurate(hidden, padded, exact)
+    assert_as_accurate(gradients(decoder, hidden), gradients(decoder, padded), gradients(wide, exact))
+
+
+@pytest.mark.parametrize("lengths", [ALONE, APART], ids=str)
+def test_a_recomputation_of_long_sequences_is_the_same(lengths: tuple[int, ...], ran: list[str]) -> None:
+    decoder = make("qwen3")
+    expected = gradients(decoder, run(decoder, lengths))
+    layers = set(decoder.layers)
+    apply_activation_checkpointing(decoder, check_fn=lambda module: module in layers)
+    ran.clear()
+    hidden = run(decoder, lengths)
+    run(decoder, (3, 4))  # another pack before the backward
+    assert all(map(torch.equal, gradients(decoder, hidden), expected))
+    assert ran == [LONG] * 2 + ["per_sequence"] * 2 + [LONG] * 2
+
+
+def test_an_implementation_asked_for_runs_long_sequences_too(ran: list[str]) -> None:
+    decoder = make("qwen3")
+    run(decoder, ALONE, implementation="per_sequence")
+    assert ran == ["per_sequence"] * 2
+
+
+def test_other_attention_of_long_sequences_is_refused() -> None:
+    lacks = packed_choice.IMPLEMENTATIONS[LONG].lacks
+    assert {name: lacks(call, torch.device("cpu")) for name, call in CALLS.items()} == {
+        "plain": None,
+        "window": "it has no window",
+        "softcap": "it has no softcap",
+        "sinks": "it has no sinks",
+    }
+    found = packed_choice.choose(frozenset([CALLS["plain"]]), torch.device("cpu"), torch.float32, of_long=True)
+    assert (found.implementation, dict(found.refused)[LONG]) == (
+        "per_sequence",
+        "torch takes another kernel than cuDNN's for it in torch.float32",
+    )
+
+
+def test_explain_tells_of_long_sequences(ran: list[str]) -> None:
+    assert dict(explain_cpu(make("qwen3")).refused)[LONG].startswith(
+        "it runs packs of which each run of one length has "
+    )
+    call, cpu = frozenset([CALLS["plain"]]), torch.device("cpu")
+    assert packed_choice.choose(call, cpu, torch.float32, of_long=True).implementation == LONG
+
+
+def test_a_plan_counts_long_sequences_as_any() -> None:
+    with planning_for(PlannedDevice("cuda", cores=132, arch=90)):
+        choice = packed_choice.choose(frozenset([CALLS["plain"]]), torch.device("meta"), torch.bfloat16, of_long=True)
+    assert choice.implementation == "varlen_attn"
+    assert dict(choice.refused)[LONG] == "it is not planned with on cuda"
+
+
+@pytest.mark.parametrize("defect", ["not causal", "cut off", "unscaled"])
+def test_the_probe_finds_a_defect_of_long_sequences(
+    defect: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = nn.functional.scaled_dot_product_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if defect == "cut off":
+            key = torch.cat([key[:, :, :-1], torch.zeros_like(key[:, :, -1:])], 2)
+        changes: dict[str, dict[str, Any]] = {"not causal": {"is_causal": False}, "unscaled": {"scale": 1.0}}
+        return plain(query, key, value, **options | changes.get(defect, {}))
+
+    assert packed_choice.why_not(LONG, CALLS["plain"], torch.device("cpu"), torch.float64) is None
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attend)
+    reason = packed_choice.why_not(LONG, CALLS["plain"], torch.device("cpu"), torch.float32)
+    assert reason is not None and reason.startswith("its probe gave a wrong ")
+
+
+@pytest.mark.filterwarnings("ignore")  # of dynamo's own making
+def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several long ones would break the graph: compiled blocks run them as they run any pack."""
+
+    def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **options: Any) -> Tensor:
+        return reference((query, key, value), cu_seqlens, options["window_size"], options["scale"])
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: name if name.startswith("flash") else None)
+    monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 32 * SHORTEST_LONG**2)
+    decoder = make("qwen3")
+    plain, wide = copy.deepcopy(decoder), in_float64(decoder)
+    are_of_lone: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        are_of_lone.append("scaled_dot_product_attention" in graph.code)
+        return graph
+
+    torch.compiler.reset()
+    for layer in decoder.layers:
+        layer.compile(backend=backend, fullgraph=True)
+    for lengths in [(5, 9), (4, 7, 8), APART, (37, 22, 26), (40,), (37,), (25,), (61,), (44, 23), (7, 3, 2), (32,)]:
+        padded, exact = (run(model, lengths, implementation="padded") for model in (plain, wide))
+        assert_as_accurate(run(decoder, lengths), padded, exact)
+    torch.compiler.reset()
+    assert are_of_lone == [False, False, True, True]  # each for one length, and then for any
+
+
 # --------------------------------------------------------------------------------------------------- on the GPU
 
 on_gpu = pytest.mark.parametrize(
@@ -815,6 +983,68 @@ def test_autocast_on_the_gpu() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         packed, padded = run(decoder), run(decoder, implementation="padded")
     assert_as_accurate(packed, padded, run(in_float64(decoder), implementation="padded"))
+
+
+@pytest.fixture
+def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A model whose sequences of 512 tokens are long, where torch prefers cuDNN's kernels."""
+    if not packed_choice._runs_by_cudnn(AttentionCall(4, 2, 64, 64), torch.device("cuda"), torch.bfloat16):
+        pytest.skip("torch prefers another kernel than cuDNN's here")
+    monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 4 * 64 * 512**2)
+    for version in (2, 3):  # they come first where they are installed
+        monkeypatch.setattr(packed_choice, f"is_flash_attn_{version}_available", lambda: False)
+    return make("llama", head_dim=64, hidden_size=128, initializer_range=0.1).to("cuda", torch.bfloat16)
+
+
+def kernels_of(work: Callable[[], Any]) -> set[str]:
+    """The operators of attention that run."""
+    with torch.profiler.profile() as profile:
+        work()
+    return {event.key for event in profile.key_averages() if "attn" in event.key or "attention" in event.key}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("lengths", [(2048,), (1531,), (512,) * 4, (1024, 700, 700)], ids=str)
+def test_cudnn_runs_long_sequences_as_exactly_as_flash_attention(lengths: tuple[int, ...], long_llama: Decoder) -> None:
+    wide = in_float64(long_llama)
+
+    def results(model: Decoder, name: str | None) -> tuple[Tensor, list[Tensor]]:
+        hidden_TH = run(model, lengths, implementation=name)
+        return hidden_TH, gradients(model, hidden_TH)
+
+    results(long_llama, None)  # the first probes
+    seen = kernels_of(lambda: results(long_llama, None))
+    assert any("cudnn_attention_backward" in name for name in seen), seen
+    assert not any("varlen" in name for name in seen), seen
+    exact = results(wide, "padded")
+    for sides in zip(results(long_llama, None), results(long_llama, "varlen_attn"), exact, strict=True):
+        assert_as_accurate(*sides)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_long_sequences_with_cudnn_turned_off_run_as_others(long_llama: Decoder) -> None:
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+        seen = kernels_of(lambda: run(long_llama, (1024,)))
+    assert not any("cudnn" in name for name in seen), seen
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_run_a_lone_long_sequence_by_cudnn(long_llama: Decoder) -> None:
+    plain, wide = copy.deepcopy(long_llama), in_float64(long_llama)
+    torch.compiler.reset()
+    for layer in long_llama.layers:
+        layer.compile(fullgraph=True)
+    for lengths in ((1024,), (30, 20), (1531,), (900, 800), (700,)):
+        reference, exact = (run(model, lengths, implementation="padded") for model in (plain, wide))
+        seen = kernels_of(lambda lengths=lengths: run(long_llama, lengths))
+        assert any("cudnn" in name for name in seen) == (len(lengths) == 1), seen
+        found = run(long_llama, lengths)
+        assert_as_accurate(found, reference, exact)
+        packed = gradients(long_llama, found)
+        assert_as_accurate(packed, gradients(plain, reference), gradients(wide, exact))
 
 
 def refuses_windows(call: AttentionCall, device: torch.device) -> str | None:

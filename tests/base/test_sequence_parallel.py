@@ -122,6 +122,32 @@ def test_ranks_compute_what_one_does(
     assert_as_accurate(found, expected, true)
 
 
+@pytest.mark.parametrize("lengths", [(37,), (40,), (37, 30)], ids=str)
+def test_ranks_share_long_sequences(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that does not divide among the ranks has padding behind it, which a lone sequence is computed with."""
+    seen: list[int] = []
+    attend = packed_choice.IMPLEMENTATIONS[packed_choice.LONG].attend
+
+    def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, packed: Any, **options: Any) -> Tensor:
+        if packed.are_long:  # no probe
+            seen.append(query.shape[1])
+        return attend(module, query, key, value, packed, **options)
+
+    decoder = make("qwen3")
+    every = range(sum(lengths))
+    (alone, expected), (exact, true) = (
+        forward_and_backward(model, lengths, every) for model in (decoder, in_float64(decoder))
+    )
+    long = packed_choice.Implementation(counted, lambda *_: None)
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, packed_choice.LONG, long)
+    monkeypatch.setattr(packed_choice, "_runs_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 16 * 30**2)
+    hidden, found = shared(decoder, 2, lengths)
+    assert seen == [2] * 4, "half of the heads, on 2 ranks, in 2 layers"
+    assert_as_accurate(hidden, alone, exact)
+    assert_as_accurate(found, expected, true)
+
+
 def test_joined_rows_have_the_gradient_of_their_own_rank() -> None:
     def work(group: ThreadGroup) -> tuple[Tensor, Tensor]:
         rows = (slice(0, 3), slice(3, 3), slice(3, 5))[group.rank]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlcore import InferenceEngine
 from rlcore.compat import areal
 from rlcore.compat.areal.batches import padded, trajectories_of
-from rlcore.errors import InvalidInputError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.examples import areal_grpo
 from rlcore.quickstart.model import quickstart_model
 from rlcore.rollout import Trajectory
@@ -137,7 +139,7 @@ class Answers(areal.RolloutWorkflow):
         }
 
 
-def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path) -> None:
+def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"devices": "cpu", "dtype": "float32"}
     config = areal.InferenceEngineConfig(model_path=str(path), consumer_batch_size=2, options=options)
     one, other = areal.RemotevLLMEngine(config), areal.RemoteInfEngine(config)
@@ -146,6 +148,7 @@ def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path) -> Non
     with pytest.raises(UnsupportedError, match="there is no server"):
         one.initialize("host:1")
     one.initialize(None)
+    one.initialize(None)
     other.initialize(None)
     other.set_version(10**12)
     assert one.controller is other.controller and (one.get_version(), other.get_version()) == (0, 10**12)
@@ -153,6 +156,10 @@ def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path) -> Non
         one.submit(item, Answers())
         other.submit(item + 2, Answers())
     assert one.wait(2, timeout=60)["rewards"].tolist() == [3, 4]
+    with pytest.raises(StateError, match=r"wait\(3\) would wait for ever: only 2 episodes were submitted; submit\(\)"):
+        other.wait(3)
+    with pytest.raises(RolloutTimeoutError, match="0 of 2 episodes ended"):
+        other.wait(2, timeout=0)
     assert other.wait(2)["rewards"].tolist() == [5, 6] and one.controller.stats.given == 2
     assert one.rollout_batch([7], Answers()).to("cpu").batch_size == (1,)
     with pytest.raises(Exception, match=r"none of 1 episodes ended well: .*loss_mask, logprobs, versions, rewards is"):
@@ -160,6 +167,12 @@ def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path) -> Non
     one.destroy()
     other.destroy()
     assert areal.RemoteInfEngine._servers == {}
+    closed: list[InferenceEngine] = []
+    close = InferenceEngine.close
+    monkeypatch.setattr(InferenceEngine, "close", lambda self: (close(self), closed.append(self)))
+    with pytest.raises(InvalidInputError, match="at least 1 as batch_size, got 0"):
+        areal.RemoteInfEngine(replace(config, consumer_batch_size=0)).initialize()
+    assert not closed[0].is_built
     with pytest.raises(UnsupportedError, match=r"WeightUpdateMeta\(type='awex'\) is not supported"):
         areal.WeightUpdateMeta("awex")
     with pytest.raises(StateError, match=r"finds nobody who waits; call rollout\.update_weights"):

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -160,6 +161,38 @@ def test_futures_are_awaited_and_stop_tokens_end_an_answer(training: tinker.Trai
     free, stopped = asyncio.run(ask())
     assert [len(one.tokens) for one in free.sequences] == [6] * 3 and free.sequences[0].stop_reason == "length"
     assert stopped.sequences[0].stop_reason == "stop" and len({one.sequence_id for one in free.sequences}) == 3
+
+
+def test_programs_that_await_the_async_forms_run(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    async def program() -> None:
+        tokens = types.ModelInput.from_ints([1, 2])
+        gradients = await training.forward_backward_async(data(weights=1.0), "cross_entropy")
+        update = await training.optim_step_async(STILL)
+        assert (await gradients.result_async()).metrics and (await update.result_async()).metrics
+        saved = await (await training.save_weights_for_sampler_async("async")).result_async()
+        for client in (
+            await training.save_weights_and_get_sampling_client_async(),
+            await service.create_sampling_client_async(saved.path),
+        ):
+            answer = await client.sample_async(tokens, 2, types.SamplingParams(max_tokens=1))
+            assert len(answer.sequences) == 2 and len(await client.compute_logprobs_async(tokens)) == 2
+
+    asyncio.run(program())
+
+
+def test_a_folder_may_be_named_as_the_beginning_of_another_and_a_closed_service_stays_closed(
+    path: Path, tmp_path: Path
+) -> None:
+    with tinker.ServiceClient(sampler={"dtype": "float32"}) as service:
+        for name in ("model", "model-2"):
+            shutil.copytree(path, tmp_path / name)
+            training = service.create_lora_training_client(str(tmp_path / name), rank=1).result()
+        saved = training.save_weights_for_sampler("one").result()
+        assert service.create_sampling_client(saved.path).result().get_base_model() == str(tmp_path / "model-2")
+    with pytest.raises(StateError, match="the ServiceClient is closed; make another"):
+        service.create_sampling_client(base_model=str(path))
 
 
 def test_a_failed_engine_is_restarted_for_samples_that_another_snapshot_waits_for(
@@ -431,6 +464,7 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: service.create_lora_training_client(str(path)), StateError, "has a client already"),
         (service.create_sampling_client, InvalidInputError, "takes one of model_path and base_model"),
         (lambda: service.create_sampling_client("x"), InvalidInputError, "no weights were saved as 'x'"),
+        (lambda: training.forward([], "ppo", {"clip_low_threshold": "x"}), InvalidInputError, "a number, got 'x'"),
         (lambda: tinker.ServiceClient(trainer={"data_parallel_size": 2}), UnsupportedError, "above 1"),
     ):  # fmt: skip
         with pytest.raises(kind, match=told):

@@ -15,6 +15,7 @@ import torch
 
 from rlcore.devices.cuda import driver
 from rlcore.devices.cuda.sharing import CudaSharing
+from rlcore.devices.ipc import exporter
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle
@@ -211,6 +212,23 @@ def test_one_that_was_freed_ends_the_export_of_all(device: Any, peer: Peer, tens
     with pytest.raises(StateError, match=rf"resized while process {peer.pid} had it open"):
         together(device, tensors[:2])
     peer.run("for mapping in mappings: mapping.close()")
+
+
+def test_what_is_exported_already_is_looked_at_once(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has 18,867 storages, and each of two samplers asks for all: to look at all for each took minutes."""
+    if device.type != "cpu":
+        pytest.skip("the block of the test's own is memory of the host")
+    block = OneBlock(device)
+    monkeypatch.setattr(device.memory._ipc, "_sharing", block)
+    tensors = [block.tensor(64 * number, [1.0]) for number in range(200)]
+    first, _ = together(device, tensors)
+    looked: list[int] = []
+    real = exporter._range_of
+    monkeypatch.setattr(exporter, "_range_of", lambda storage: looked.append(0) or real(storage))
+    again, _ = together(device, tensors)
+    assert again == first
+    assert len(looked) < 3 * len(tensors), "by the ledger, and whether one has moved"
+    device.memory.revoke(first[0])
 
 
 def test_the_driver_is_asked_once_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:

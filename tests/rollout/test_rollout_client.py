@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -300,6 +301,14 @@ def test_decoupled_ppo_takes_a_batch_of_trajectories() -> None:
     assert_within_rounding(value.detach(), expected, terms=12, magnitude=expected.abs())
     value.sum().backward()
     assert logprob.grad is not None and bool(logprob.grad.any()) and stats
+
+
+@pytest.mark.parametrize("reward", [np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0)])
+def test_a_reward_may_be_a_scalar_of_numpy_or_torch(reward: Any) -> None:
+    found = Trajectory([1], [True], [0.0], [0], reward=reward)
+    assert found.reward == 1 and type(found.reward) in (float, int, bool)
+    with pytest.raises(InvalidInputError, match=r"must be a finite number, got tensor\(\[1\.\]\)"):
+        Trajectory([1], [True], [0.0], [0], reward=torch.tensor([1.0]))  # type: ignore[arg-type]
 
 
 def test_trajectories_that_are_none_are_refused() -> None:

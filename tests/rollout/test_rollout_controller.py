@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import logging
+import os
 import random
 import re
 import signal
@@ -470,6 +471,24 @@ def test_too_many_failures_in_a_row_end_the_wait_with_the_last_one() -> None:
             rollout.rollout_batch(["raise"])
 
 
+def test_a_wait_after_too_many_failures_tries_again() -> None:
+    class Flaky(Workflow):
+        is_down = True
+
+        async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
+            if self.is_down:
+                raise ValueError("planted")
+            await client.generate([1])
+            return client.trajectories()
+
+    workflow, items = Flaky(), list(range(100))
+    with controller(workflow=workflow, batch_size=2, max_failures_in_row=3) as rollout:
+        with pytest.raises(RolloutError, match="have failed in a row"):
+            rollout.prepare_episodes(items, timeout_s=60)
+        workflow.is_down = False
+        assert len(rollout.prepare_episodes(items, timeout_s=60)) == 2
+
+
 def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity() -> None:
     with controller(max_staleness=0, batch_size=1, accept=lambda group: group[0].reward != 2) as rollout:
         batch = rollout.rollout_batch([5, 1, 2, 3])
@@ -561,6 +580,26 @@ def test_a_program_with_an_event_loop_of_its_own_awaits_batches() -> None:
 
     with controller() as rollout:
         assert sorted(asyncio.run(program())) == [0, 1]
+
+
+def test_a_task_that_is_cancelled_in_wait_async_takes_nothing_and_keeps_no_thread() -> None:
+    async def program() -> list[int]:
+        for _ in range(2):
+            rollout.submit(300)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rollout.wait_async(2), 0.05)
+        await asyncio.to_thread(until, lambda: len(rollout._episodes.ready) == 2)
+        return [one.number for one in await rollout.wait_async(2, timeout_s=30)]
+
+    async def waits_for_ever() -> None:
+        rollout.submit(1 << 30)
+        await rollout.wait_async(1)
+
+    with controller(SimulatedEngine(step_s=0.001)) as rollout:
+        assert sorted(asyncio.run(program())) == [0, 1]
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):  # it comes once the loop's own threads have ended
+            asyncio.run(waits_for_ever())
 
 
 @pytest.mark.parametrize("is_saved_by_the_loader", [False, True])

@@ -182,21 +182,21 @@ class ImportedTensors:
 
 def _in_blocks(blocks: Sequence[Tensor], offered: Sequence[OfferedTensor]) -> dict[int, Tensor]:
     """Return the offered tensors by number, [numel] each. One operation of torch makes each: they are many."""
-    typed: dict[tuple[int, str], Tensor] = {}
+    typed: dict[tuple[int, str], tuple[Tensor, int, int, int]] = {}
     found = {}
     for one in offered:
         key = one.handle, one.dtype
         if key not in typed:
-            typed[key] = _typed(blocks[one.handle], one.dtype)
-        block = typed[key]
-        itemsize = block.element_size()
+            block = _typed(blocks[one.handle], one.dtype)
+            typed[key] = block, block.numel(), block.element_size(), int(block.storage_offset())
+        block, most, itemsize, begin = typed[key]
         first, beside = divmod(one.offset_bytes, itemsize)
-        if first < 0 or beside or first + one.numel > block.numel():
+        if first < 0 or beside or first + one.numel > most:
             raise SyncError(
                 f"a tensor of {one.numel} {one.dtype} was offered at byte {one.offset_bytes} of a block of "
                 f"{blocks[one.handle].numel()}"
             )
-        found[one.number] = block.as_strided((one.numel,), (1,), block.storage_offset() + first)
+        found[one.number] = block.as_strided((one.numel,), (1,), begin + first)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
 from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
 from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
 from rlcore.errors import StateError, UnsupportedError
-from rlcore.rollout import RolloutClient, RolloutController, Trajectory, Workflow
+from rlcore.rollout import Episode, RolloutClient, RolloutController, Trajectory, Workflow
 from rlcore.types import SyncReport
 
 
@@ -80,17 +81,21 @@ class RemoteInfEngine:
         """Build the inference engine of ``config.model_path``, or share that of an earlier client."""
         if addr is not None:
             raise UnsupportedError(f"initialize(addr={addr!r})", "the engine is built here; there is no server")
+        if self._server is not None:
+            return
         key = str(self.config.model_path)
         if key not in self._servers:
-            engine = rlcore.InferenceEngine(key, executor=self.config.executor).build(**self.config.options)
-            controller = RolloutController(
-                engine,
-                _AnyWorkflow(),
-                batch_size=self.config.consumer_batch_size,
-                max_staleness=self.config.max_head_offpolicyness,
-                max_concurrent=self.config.max_concurrent_rollouts,
-                episode_timeout_s=self.config.request_timeout,
-            )
+            with contextlib.ExitStack() as undone:
+                engine = undone.enter_context(rlcore.InferenceEngine(key, executor=self.config.executor))
+                controller = RolloutController(
+                    engine.build(**self.config.options),
+                    _AnyWorkflow(),
+                    batch_size=self.config.consumer_batch_size,
+                    max_staleness=self.config.max_head_offpolicyness,
+                    max_concurrent=self.config.max_concurrent_rollouts,
+                    episode_timeout_s=self.config.request_timeout,
+                )
+                undone.pop_all()
             self._servers[key] = _Server(engine, controller)
         self._server = self._servers[key]
         self._server.num_clients += 1
@@ -131,11 +136,20 @@ class RemoteInfEngine:
             self.controller.submit((data, workflow))
 
     def wait(self, count: int, timeout: float | None = None) -> TensorBatch:
-        """Return a batch of ``count`` episodes."""
+        """Return a batch of ``count`` episodes; those that failed are left out by a client for evaluation."""
         if self._eval_version is not None:
-            items, self._eval_items = self._eval_items[:count], self._eval_items[count:]
-            return batch_of(self.controller.evaluate(items, timeout_s=timeout))
+            return batch_of(self._evaluate(count, timeout))
         return batch_of(self.controller.wait(count, timeout))
+
+    def _evaluate(self, count: int, timeout_s: float | None) -> list[Episode]:
+        items = self._eval_items[:count]
+        if len(items) < count:
+            raise StateError(
+                f"wait({count}) would wait for ever: only {len(items)} episodes were submitted; submit() more"
+            )
+        episodes = self.controller.evaluate(items, timeout_s=timeout_s)
+        del self._eval_items[:count]  # not earlier: after an error they can be waited for again
+        return episodes
 
     def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> TensorBatch:
         """Run an episode for each item now, and return their batch."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import functools
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class APIFuture(Generic[T]):
@@ -40,3 +42,23 @@ class ClientFuture(APIFuture[T]):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.result(), name)
+
+
+def begins(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a method's ``_async`` form, which earlier programs await to begin a call: it gives the same future."""
+
+    @functools.wraps(method)
+    async def begun(*args: P.args, **kwargs: P.kwargs) -> T:
+        return method(*args, **kwargs)
+
+    return begun
+
+
+def ends(method: Callable[P, APIFuture[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a method's ``_async`` form that gives the result."""
+
+    @functools.wraps(method)
+    async def ended(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await method(*args, **kwargs)
+
+    return ended

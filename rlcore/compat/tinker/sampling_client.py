@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rlcore.arguments import Kind, kind_of, takes
+from rlcore.arguments import Kind, kind_of, plain_number, takes
 from rlcore.compat.tinker import types
-from rlcore.compat.tinker.futures import APIFuture
+from rlcore.compat.tinker.futures import APIFuture, begins, ends
 from rlcore.compat.tinker.host import ModelHost, Snapshot
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.model_folder import check_model_folder, load_tokenizer
@@ -84,12 +84,15 @@ class SamplingClient:
     def get_base_model(self) -> str:
         return self._base_model
 
+    sample_async, compute_logprobs_async = ends(sample), ends(compute_logprobs)
+    get_base_model_async = begins(get_base_model)
+
     def _weights(self) -> Snapshot:
         return self._host.base if self._snapshot is None else self._snapshot
 
     def _params(self, given: types.SamplingParams, num_samples: int, length: int) -> SamplingParams:
         stops: list[Any] = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
-        ids = [self._token_of(one) if isinstance(one, str) else types.plain_number(one) for one in stops]
+        ids = [self._token_of(one) if isinstance(one, str) else plain_number(one) for one in stops]
         max_tokens = given.max_tokens
         if max_tokens is None:
             longest = check_model_folder(Path(self._base_model)).config.get("max_position_embeddings")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
 from rlcore.arguments import COUNT, FLAG, MAPPING, PATH, SECONDS, WHOLE, optional, takes
-from rlcore.compat.tinker.futures import ClientFuture
+from rlcore.compat.tinker.futures import ClientFuture, ends
 from rlcore.compat.tinker.host import ModelHost
 from rlcore.compat.tinker.module import lora_module
 from rlcore.compat.tinker.sampling_client import SamplingClient
@@ -52,6 +53,7 @@ class ServiceClient:
             raise UnsupportedError("trainer data_parallel_size above 1", "gradients add up in one worker")
         self._hosts: dict[str, ModelHost] = {}
         self._clients: dict[str, TrainingClient] = {}
+        self._is_closed = False
 
     @takes(
         "create_lora_training_client()",
@@ -98,16 +100,20 @@ class ServiceClient:
                 base_model, rank=1, seed=None, train_mlp=False, train_attn=True
             )
             return _done(SamplingClient(host, base_model, None))
-        owner = next((one for one in self._clients.values() if str(model_path).startswith(one._base_model)), None)
+        owner = self._clients.get(str(model_path).rpartition("/sampler/")[0])
         if owner is None:
             raise InvalidInputError(f"no weights were saved as {model_path!r} by a client of this ServiceClient")
         return _done(owner.create_sampling_client(str(model_path)))
 
+    create_lora_training_client_async = ends(create_lora_training_client)
+    create_sampling_client_async = ends(create_sampling_client)
+
     def close(self) -> None:
         """Close the engines of all clients."""
-        for host in self._hosts.values():
-            host.close()
-        self._hosts.clear()
+        self._is_closed = True
+        with contextlib.ExitStack() as all_hosts:
+            while self._hosts:
+                all_hosts.callback(self._hosts.popitem()[1].close)
 
     def __enter__(self) -> Self:
         return self
@@ -116,6 +122,8 @@ class ServiceClient:
         self.close()
 
     def _host(self, base_model: str, **options: Any) -> ModelHost:
+        if self._is_closed:
+            raise StateError("the ServiceClient is closed; make another")
         path = check_model_folder(Path(base_model)).path
         self._hosts[base_model] = ModelHost(
             path,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlcore.arguments import MAPPING, PATH, TEXT, Kind, kind_of, optional, takes
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.data import check_data, micro_batches, packed, with_inputs
-from rlcore.compat.tinker.futures import APIFuture, ClientFuture
+from rlcore.compat.tinker.futures import APIFuture, ClientFuture, begins, ends
 from rlcore.compat.tinker.host import ModelHost, Snapshot
 from rlcore.compat.tinker.losses import READS, whole_config
 from rlcore.compat.tinker.module import plain
@@ -148,6 +148,13 @@ class TrainingClient:
 
     def get_info(self) -> types.GetInfoResponse:
         return types.GetInfoResponse(types.ModelData(self._base_model), True, self._rank, self._base_model)
+
+    forward_async, forward_backward_async = begins(forward), begins(forward_backward)
+    forward_backward_custom_async, optim_step_async = begins(forward_backward_custom), begins(optim_step)
+    save_state_async, save_weights_for_sampler_async = begins(save_state), begins(save_weights_for_sampler)
+    load_state_async = load_state_with_optimizer_async = begins(load_state)
+    create_sampling_client_async, get_info_async = begins(create_sampling_client), begins(get_info)
+    save_weights_and_get_sampling_client_async = ends(save_weights_and_get_sampling_client)
 
     # ------------------------------------------------------------------------------------ forward and backward
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.arguments import AT_LEAST_0, NUMBER, Kind
+from rlcore.arguments import AT_LEAST_0, NUMBER, Kind, plain_number
 from rlcore.errors import InvalidInputError
 
 StopReason = Literal["length", "stop"]
@@ -204,11 +204,6 @@ class GetInfoResponse:
     is_lora: bool
     lora_rank: int
     model_name: str
-
-
-def plain_number(value: Any) -> Any:
-    """Return the number in a NumPy scalar or a tensor without dimensions; another value as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _token_ids(tokens: Any) -> list[int]:

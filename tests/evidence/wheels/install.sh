@@ -10,6 +10,7 @@ shift 2
 base=$(python3 -c 'import sys; sys.exit("python3 is of no virtual environment") if sys.prefix == sys.base_prefix else print(sys.prefix)')
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+mkdir -p "$(dirname "$environment")"
 cp -al "$base" "$environment"
 for set in "$@"; do
     mkdir -p "$work/$set"  # two sets may have two versions of a package: the later one's is installed over it

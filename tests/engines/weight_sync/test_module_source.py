@@ -1,0 +1,98 @@
+"""A module is looked through in every round: what it has now is sent, whatever was put in its place since the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.head = nn.Linear(2, 4, bias=False)
+
+
+def replace_parameter(model: Model) -> None:
+    model.layers[1].bias = nn.Parameter(torch.ones(2))
+
+
+def replace_layer(model: Model) -> None:
+    model.layers[0] = nn.Linear(2, 2)
+
+
+def add_adapter(model: Model) -> None:
+    model.layers[1].register_module("adapter", nn.Linear(2, 1))
+
+
+def remove_bias(model: Model) -> None:
+    model.layers[0].bias = None  # type: ignore[assignment]
+
+
+def swap_layers(model: Model) -> None:
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def tie(model: Model) -> None:
+    model.head.weight = model.embedding.weight
+
+
+def move_storage(model: Model) -> None:
+    model.head.weight.data = model.head.weight.data.clone()
+
+
+def move_storage_in_place(model: Model) -> None:
+    model.head.weight.untyped_storage().resize_(1 << 16)
+
+
+def nothing(model: Model) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_parameter,
+        replace_layer,
+        add_adapter,
+        remove_bias,
+        swap_layers,
+        tie,
+        move_storage,
+        move_storage_in_place,
+        nothing,
+    ],
+)
+def test_the_parts_are_those_of_the_module_as_it_is(change: Callable[[Model], None]) -> None:
+    model = Model()
+    source = ModuleSourceTensors(model, 1)
+    before = source.parts()
+    assert source.parts() is before
+    change(model)
+    assert [part.data_ptr() for part in source.parts()] == [one.data_ptr() for one in model.parameters()]
+    assert [weight.name for weight in source.manifest.weights] == [name for name, _ in model.named_parameters()]
+
+
+def test_what_is_gathered_is_freed_before_any_parameter_is_looked_at() -> None:
+    """Also where a layer is found by another way than through the module that has gathered it."""
+    root, holder, layer = nn.Module(), nn.Module(), nn.Linear(2, 2, bias=False)
+    root.first, root.last, holder.inner = layer, holder, layer
+    gathered, stored = layer.weight, [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+
+    class Gathering(FSDPModule, nn.Module):  # type: ignore[misc]
+        def reshard(self) -> None:
+            layer.weight = now
+
+    holder.__class__ = Gathering
+    source = ModuleSourceTensors(root, 1)
+    for now in stored:
+        layer.weight = gathered
+        (part,) = source.parts()
+        assert part.data_ptr() == now.data_ptr()
