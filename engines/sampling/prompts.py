@@ -115,6 +115,8 @@ class PromptReader:
         self.stop_token_ids = folder.stop_token_ids
         self._vocab_size = folder.vocab_size
         self.max_positions, self._positions_name = max_positions, positions_name
+        self.max_prompt: int | None = None
+        """The most tokens of a prompt, where an engine takes fewer than the positions would hold."""
         self._folder, self.images = folder.path, images
 
     def read(
@@ -159,6 +161,11 @@ class PromptReader:
                 f"prompt {number} has {len(prompt)} tokens and max_tokens is {params.max_tokens}, "
                 f"together {longest}; the model has {self.max_positions} positions "
                 f"({self._positions_name}): shorten the prompt or lower max_tokens"
+            )
+        if self.max_prompt is not None and len(prompt) > self.max_prompt:
+            raise InvalidInputError(
+                f"prompt {number} has {len(prompt)} tokens; this engine takes prompts of at most {self.max_prompt} "
+                f"({self._positions_name}): shorten it"
             )
         if self.images is not None:
             self.image_spans(prompt, f"prompt {number}")

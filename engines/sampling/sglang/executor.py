@@ -6,10 +6,12 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
+from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.prompts import PromptReader
@@ -43,6 +45,8 @@ class SglangExecutor(ReplicaExecutor):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
+        self._store: StoreFolder | None = None
+        """The folder of this replica's sockets; that of the workers is all replicas', and may be on no disk."""
         self._thread: EngineThread | None = None
         self._processes: WorkerProcesses | None = None
         self._calls: ShardCalls | None = None
@@ -78,9 +82,10 @@ class SglangExecutor(ReplicaExecutor):
             arguments["attention_backend"] = "triton"
         if engine_args.get(RETURN_EXPERTS) and self.device.spec.is_host:
             versions.check_experts_of_host(RETURN_EXPERTS, self.engine_version, self.device.name)
-        self._reader = reader = PromptReader(self._folder, None, "context_length")
+        self._reader = reader = PromptReader(self._folder, None, "context_length, max_total_tokens")
         signal.signal(signal.SIGQUIT, lambda *_: None)  # a scheduler that fails sends it, and would end this process
-        os.environ[FOLDER] = folder = _checked(self.context.store)
+        self._store = StoreFolder()
+        os.environ[FOLDER] = folder = _checked(self._store.path)
         processes = WorkerProcesses(
             self.context, self._num_shards, self._name_of, reports_errors=False, clean_up=self._remove_memory
         )
@@ -89,12 +94,13 @@ class SglangExecutor(ReplicaExecutor):
             self._thread = EngineThread(
                 lambda: versions.new_engine(arguments, folder, run_scheduler, partial(last_words, folder))
             )
+        self._memory = shared_memory([child.pid or 0 for child in active_children()])  # build() may fail from now on
         engine: SglangEngine = self._thread.engine
         self._calls = ShardCalls(
             folder, SOCKET, self._num_shards, processes, lambda: engine.collective_rpc(f"rlcore_{serve.__name__}")
         )
         self._replica = SglangReplica(self._thread, self._calls, processes, reader, arguments["random_seed"])
-        reader.max_positions = self._call(SglangShard.limit)[0]
+        reader.max_positions, reader.max_prompt = self._call(SglangShard.limits)[0]
         self._call(SglangShard.made_with, in_words(arguments))
         if engine_args.get(RETURN_EXPERTS):
             self._replica.num_routed_layers = self._call(SglangShard.num_layers)[0]
@@ -102,14 +108,13 @@ class SglangExecutor(ReplicaExecutor):
             self._prove_reload(path)
         if self._host_memory is not None:
             self._call(SglangShard.reserve, *self._host_memory)
-        self._memory = shared_memory([*self._calls.pids.values()])
 
     def _name_of(self, process: BaseProcess) -> str:
         ranks = {pid: rank for rank, pid in self._calls.pids.items()} if self._calls is not None else {}
         where = [f"process {process.pid}"]
         if (rank := ranks.get(process.pid or 0)) is not None:
             where += [f"tensor-parallel rank {rank}", self.context.devices[rank]]
-        words = last_words(self.context.store, process.pid)
+        words = last_words(os.environ[FOLDER], process.pid)
         return f"SGLang's scheduler ({', '.join(where)})" + (f" after {words!r}" if words else "")
 
     def _remove_memory(self) -> None:
@@ -155,6 +160,8 @@ class SglangExecutor(ReplicaExecutor):
             self._calls.end()
         if self._thread is not None:
             self._thread.end()
+        if self._store is not None:
+            self._store.remove()
         super().close()
 
 

@@ -39,6 +39,9 @@ class SglangScheduler(Protocol):
     token_to_kv_pool_allocator: SglangKvAllocator
     req_to_token_pool: SglangPlaces
     max_req_len: int
+    max_req_input_len: int
+    max_total_num_tokens: int
+    page_size: int
 
     def pause_generation(self, recv_req: Any) -> None: ...
     def continue_generation(self, recv_req: Any) -> None: ...

@@ -24,6 +24,7 @@ from rlcore.engines.sampling.sglang.interfaces import SglangScheduler
 from rlcore.engines.sampling.sglang.sampling import sample
 from rlcore.engines.sampling.sglang.shard import SglangShard
 from rlcore.engines.weight_sync.channels.control_socket import ControlSocket
+from rlcore.process.guard import remove_memory, shared_memory
 from rlcore.process.orphan import end_without
 
 FOLDER = "_RLCORE_SGLANG_FOLDER"
@@ -62,7 +63,10 @@ def run_scheduler(*arguments: Any, **keywords: Any) -> None:
     if (parent := parent_process()) is not None:  # what it imported first took seconds
         end_without(parent, _GUARD_S)
     logging.getLogger(versions.SCHEDULER_LOG).addHandler(_LastWords(logging.ERROR))
-    versions.run_scheduler(arguments, keywords, rpc=serve, sample=sample, folder=os.environ[FOLDER])
+    try:
+        versions.run_scheduler(arguments, keywords, rpc=serve, sample=sample, folder=os.environ[FOLDER])
+    finally:  # SGLang leaves it, also where it fails before the executor has seen this process
+        remove_memory(shared_memory([os.getpid()]))
 
 
 def serve(scheduler: SglangScheduler) -> None:

@@ -56,9 +56,9 @@ class SglangShard(ReplicaShard):
 
     # ------------------------------------------------------------------------------------------- its requests
 
-    def limit(self) -> int:
-        """Return how many tokens a prompt and its completion may have together; SGLang cuts longer ones short."""
-        return self._scheduler.max_req_len - 1
+    def limits(self) -> tuple[int, int]:
+        """Return how many tokens a prompt and its completion may have together, and how many a prompt."""
+        return versions.limits(self._scheduler)
 
     def num_layers(self) -> int:
         """Return the layers of the model, which routes of tokens are told by."""

@@ -289,6 +289,16 @@ def num_layers(runner: SglangModelRunner) -> int:
     return runner.model_config.num_hidden_layers
 
 
+def limits(scheduler: SglangScheduler) -> tuple[int, int]:
+    """Return the most tokens of a prompt and its completion together, and of a prompt.
+
+    SGLang cuts longer completions short without a word. In the KV cache it leaves a page and a token beside the whole
+    pages of the prompt, so that at most two pages are lost.
+    """
+    in_cache = scheduler.max_total_num_tokens - 2 * scheduler.page_size
+    return min(scheduler.max_req_len - 1, in_cache), scheduler.max_req_input_len - 1
+
+
 def forget_stop_tokens(scheduler: SglangScheduler) -> None:
     """Let no request end at a token but at those that it names; SGLang has no way to say that of the model's own."""
     scheduler.model_config.hf_eos_token_id = set()

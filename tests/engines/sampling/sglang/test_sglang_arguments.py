@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlcore.engines.sampling.sglang import arguments, versions
 from rlcore.engines.sampling.sglang import executor as executors
 from rlcore.engines.sampling.sglang.executor import SglangExecutor
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError, UnsupportedError
+from rlcore.process.guard import FAMILY
 
 FOLDER: Any = SimpleNamespace(path="model")
 
@@ -33,6 +35,21 @@ def environment(tmp_path: Path) -> Path:
     (package / "arg_groups" / "fields" / "cache.py").write_text("class Cache:\n    max_total_tokens: int = 1\n")
     (tmp_path / "bin").mkdir()
     return tmp_path / "bin" / "python"
+
+
+@pytest.fixture
+def new_engine(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Takes what ``build()`` would make SGLang's engine with, and makes none."""
+    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
+    monkeypatch.setattr(executors, "engine_arguments", lambda given, *_: dict(given))
+    monkeypatch.setattr(versions, "prepare", lambda *_: "0.5.21")
+    monkeypatch.setattr(executors, "PromptReader", lambda *_: None)
+    monkeypatch.setattr(executors.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(executors, "WorkerProcesses", mock.MagicMock())
+    monkeypatch.setattr(executors, "EngineThread", lambda make: make())
+    taken = mock.Mock(side_effect=InvalidInputError("no engine is made"))
+    monkeypatch.setattr(versions, "new_engine", taken)
+    return taken
 
 
 def test_an_unknown_argument_names_the_nearest(environment: Path) -> None:
@@ -92,7 +109,11 @@ def test_both_ends_of_a_communicator_have_the_same_settings_of_nccl(monkeypatch:
     [("9.0", False, "triton"), ("9.0", True, None), ("8.9", False, None), ("10.0", False, None)],
 )
 def test_without_flash_attention_a_hopper_takes_tritons(
-    capability: str, has_flash_attention: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    capability: str,
+    has_flash_attention: bool,
+    expected: str | None,
+    new_engine: mock.Mock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SGLang asks for FlashAttention 3 there alone, and would fail: "Can not import FA3 in sgl_kernel"."""
     found = importlib.util.find_spec
@@ -100,22 +121,57 @@ def test_without_flash_attention_a_hopper_takes_tritons(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *more: kernels if "flash_ops" in name else found(name, *more)
     )
-    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
-    monkeypatch.setattr(executors, "engine_arguments", lambda given, *_: dict(given))
-    monkeypatch.setattr(versions, "prepare", lambda *_: "0.5.21")
-    monkeypatch.setattr(executors, "PromptReader", lambda *_: None)
-    monkeypatch.setattr(executors.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(executors, "WorkerProcesses", mock.MagicMock())
-    monkeypatch.setattr(executors, "EngineThread", lambda make: make())
-    monkeypatch.setattr(versions, "new_engine", mock.Mock(side_effect=InvalidInputError("no engine is made")))
     device = SimpleNamespace(
         spec=SimpleNamespace(is_host=False), properties=lambda: SimpleNamespace(capability=capability)
     )
-    executor: Any = mock.MagicMock(context=SimpleNamespace(store="folder"), device=device, _num_shards=1)
+    executor: Any = mock.MagicMock(context=None, device=device, _num_shards=1)
     for given, taken in ({}, expected), ({"attention_backend": "flashinfer"}, "flashinfer"):
         with mock.patch.dict(os.environ), pytest.raises(InvalidInputError, match="no engine is made"):
             SglangExecutor.build(executor, "model", **given)
-        assert versions.new_engine.call_args.args[0].get("attention_backend") == taken  # type: ignore[attr-defined]
+        assert new_engine.call_args.args[0].get("attention_backend") == taken
+
+
+def test_a_build_that_fails_when_the_schedulers_run_leaves_no_shared_memory(
+    new_engine: mock.Mock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As for a model that SGLang fills in part: schedulers are killed, and cannot remove it."""
+    shared = Path(f"/dev/shm/sglang_loads_{tmp_path.parent.name}_{os.getpid()}.shm")
+    shared.write_bytes(bytes(4096))
+    code = "import mmap, os, sys; it = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0); print(); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(shared)]
+    monkeypatch.setenv(FAMILY, "a family of its own")
+    monkeypatch.setattr(executors, "ShardCalls", mock.Mock(side_effect=UnsupportedError("it", "a part of it is none")))
+    new_engine.side_effect = None
+    executor = SglangExecutor(WorkerContext("the inference engine", 0, 1, "cpu:0", 1))
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as scheduler:
+            assert scheduler.stdout is not None and scheduler.stdout.readline()
+            monkeypatch.setattr(executors, "active_children", lambda: [scheduler])
+            with mock.patch.dict(os.environ), pytest.raises(UnsupportedError):
+                executor.build("model", attention_backend="triton")
+        executor.close()
+        assert not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("store", ["the folder of all workers of the engine", "ray-store:0"])
+def test_each_replica_has_a_folder_of_its_own_for_its_sockets(
+    store: str, new_engine: mock.Mock, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path
+) -> None:
+    """Replicas on one host would bind the same names in that of the workers, and on several hosts it is none."""
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+    monkeypatch.setattr(executors, "remove_memory", lambda files: None)  # only a worker's process can tell its own
+    found = []
+    for rank in range(2):
+        executor = SglangExecutor(WorkerContext("the inference engine", rank, 2, f"cpu:{rank}", 1, store=store))
+        with mock.patch.dict(os.environ), pytest.raises(InvalidInputError, match="no engine is made"):
+            executor.build("model", attention_backend="triton")
+        found.append((Path(new_engine.call_args.args[1]), executor))
+    assert len({folder for folder, _ in found if folder.is_dir() and folder.parent == short_runtime_folder}) == 2
+    for folder, executor in found:
+        executor.close()
+        assert not folder.exists()
 
 
 def test_experts_of_a_host_are_refused_where_sglang_would_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:

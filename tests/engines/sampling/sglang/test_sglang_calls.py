@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from rlcore.engines.sampling.sglang import executor, scheduler_process
 from rlcore.engines.sampling.sglang.scheduler_process import FOLDER, SOCKET, last_words, serve
 from rlcore.engines.sampling.sglang.shard_calls import ShardCalls
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError, WorkerDiedError, WorkerError
+from rlcore.process.guard import FAMILY
 
 CONTEXT = WorkerContext("the inference engine", 0, 1, "cpu:0", 1, ("cpu:0", "cpu:1"))
 RANK = threading.local()
@@ -146,6 +149,7 @@ def test_the_error_that_ends_a_scheduler_is_found_by_its_process(
     schedulers: Schedulers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(scheduler_process, "remove_memory", lambda files: None)
     monkeypatch.setattr(scheduler_process.versions, "run_scheduler", lambda *_, **__: None)
     log = logging.getLogger(scheduler_process.versions.SCHEDULER_LOG)
     monkeypatch.setattr(log, "handlers", [])
@@ -156,3 +160,28 @@ def test_the_error_that_ends_a_scheduler_is_found_by_its_process(
     log.error("Scheduler hit an exception: Traceback (most recent call last):\n  ...\nValueError: no such format\n")
     assert last_words(str(tmp_path)) == last_words(str(tmp_path), os.getpid()) == "ValueError: no such format"
     assert last_words(str(tmp_path), 1) == ""
+
+
+def test_a_scheduler_that_fails_removes_what_it_shares_by_name(tmp_path: Path) -> None:
+    """SGLang's end leaves its loads in /dev/shm, 16 KiB for each engine that could not start."""
+    shared = Path(f"/dev/shm/sglang_loads_{tmp_path.parent.name}_{os.getpid()}.shm")
+    shared.write_bytes(bytes(4096))
+    code = f"""
+import mmap
+from rlcore.engines.sampling.sglang import scheduler_process
+def fail(*_, **__):
+    with open({str(shared)!r}, "r+b") as file:
+        scheduler_process.mapped = mmap.mmap(file.fileno(), 0)
+    raise ValueError("no such format")
+scheduler_process.versions.run_scheduler = fail
+scheduler_process.run_scheduler()
+"""
+    try:
+        environment = os.environ | {FOLDER: str(tmp_path), FAMILY: "a family of its own"}
+        told = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert "ValueError: no such format" in told.stderr
+        assert not shared.exists()
+    finally:
+        shared.unlink(missing_ok=True)

@@ -132,9 +132,12 @@ def test_a_prompt_that_is_too_long_is_refused(replica: Any) -> None:
     """SGLang would cut it short without a word."""
     infer, folder = replica
     most = json.loads((folder / "config.json").read_text())["max_position_embeddings"] - 2
-    told = rf"together {most + 1}; the model has {most} positions \(context_length\)"
+    told = rf"together {most + 1}; the model has {most} positions \(context_length, max_total_tokens\)"
     with pytest.raises(InvalidInputError, match=told):
         infer.generate([[5]], {"max_tokens": most})
+    with pytest.raises(InvalidInputError, match=rf"has {most - 4} tokens; this engine takes .* at most {most - 5} "):
+        infer.generate([[5] * (most - 4)], {"max_tokens": 1})
+    assert infer.generate([[5] * (most - 5)], FREE | {"max_tokens": 5})[0].outputs[0].finish_reason == "length"
     assert len(infer.generate([[5]], FREE | {"max_tokens": most - 1})[0].outputs[0].token_ids) == most - 1
 
 
@@ -242,12 +245,15 @@ def two_ranks_folder(write_model: WriteModel) -> Path:
     return write_two_ranks(write_model)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(two_ranks_folder: Path, build_sglang: Callable[..., Any]) -> Iterator[rlcore.InferenceEngine]:
+def two_devices() -> list[str]:
     if DEVICE != "cpu:0" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
-    devices = ["cpu:0", "cpu:1"] if DEVICE == "cpu:0" else ["cuda:0", "cuda:1"]
-    with build_sglang(two_ranks_folder, devices=devices, tensor_parallel_size=2) as engine:
+    return ["cpu:0", "cpu:1"] if DEVICE == "cpu:0" else ["cuda:0", "cuda:1"]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(two_ranks_folder: Path, build_sglang: Callable[..., Any]) -> Iterator[rlcore.InferenceEngine]:
+    with build_sglang(two_ranks_folder, devices=two_devices(), tensor_parallel_size=2) as engine:
         yield engine
 
 
@@ -293,6 +299,17 @@ def test_a_killed_scheduler_is_named_at_once_and_takes_nothing_with_it(two_ranks
         while True:
             two_ranks.collect(timeout_s=60)
     belongings.wait_until_gone()
+
+
+def test_two_replicas_share_the_requests_and_both_take_new_weights(
+    write_model: WriteModel, build_sglang: Callable[..., Any], build_train: Callable[..., Any]
+) -> None:
+    first, second = write_model(), write_model(seed=1)
+    with build_sglang(first, devices=two_devices(), data_parallel_size=2) as infer, build_train(second) as train:
+        assert len(infer.executors[0].workers) == 2
+        assert_as_transformers(infer, first)
+        train.sync_weights(infer, verify=True)
+        assert_as_transformers(infer, second)
 
 
 def test_a_value_that_sglang_refuses_is_told(write_model: WriteModel, build_sglang: Callable[..., Any]) -> None:

@@ -119,6 +119,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
         "stop_token_ids": (1,),
         "_vocab_size": 50,
         "max_positions": None,
+        "max_prompt": None,
         "images": None,
     }
     processes = WorkerProcesses(CONTEXT, 0, lambda process: "it", reports_errors=False)

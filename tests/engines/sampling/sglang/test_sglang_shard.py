@@ -52,6 +52,23 @@ def test_the_places_of_requests_are_in_the_memory_of_the_kv_cache(scheduler: Any
     assert not places.any()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("context", [90, 1 << 20])
+def test_no_completion_that_is_taken_would_be_cut_short(scheduler: Any, page_size: int, context: int) -> None:
+    """By the rule of SGLang's own scheduler, which is the same in all supported versions."""
+    cache = 160
+    scheduler.max_total_num_tokens, scheduler.page_size = cache, page_size
+    scheduler.max_req_len = min(context, cache) - 1
+    scheduler.max_req_input_len = scheduler.max_req_len - 5
+    together, prompt = SglangShard(scheduler).limits()
+    assert prompt == scheduler.max_req_input_len - 1, "SGLang takes shorter ones than this"
+    left = []
+    for length in range(1, prompt + 1):
+        pages = -(-length // page_size) * page_size
+        left.append(min(scheduler.max_req_len - length - 1, cache - pages - page_size - 1) - (together - length))
+    assert min(left) == 0, "what is taken is served, and no less is taken than could be"
+
+
 @pytest.mark.parametrize(
     ("attribute", "told"),
     [("swa_kv_pool", r"moved; try build\(disable_hybrid_swa_memory=True\)$"), ("index_pool", "cannot be moved$")],
