@@ -122,10 +122,11 @@ def _functions(*, is_host: bool) -> Iterator[None]:
     """
 
     def attending(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attend(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if _is_meta(query):
-                return _attend(query, *args, is_host=is_host, **kwargs)
-            return plain(query, *args, **kwargs)
+        def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            is_multiplied_out = is_host and value.shape[-1] != query.shape[-1]  # its kernel takes equal widths alone
+            if _is_meta(query) and not is_multiplied_out:
+                return _attend(query, key, value, *args, is_host=is_host, **kwargs)
+            return plain(query, key, value, *args, **kwargs)
 
         return attend
 

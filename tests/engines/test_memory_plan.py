@@ -50,6 +50,11 @@ SMALL = {
         "model_type": "qwen3_moe", **_SMALL, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3", **_SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 64,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    },
 }  # fmt: skip
 
 MEASURED = [
@@ -96,6 +101,7 @@ def grown(peak: PhasePeak) -> int:
         pytest.param("qwen2", {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("gemma3", {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_for_a_host_is_what_its_allocator_gives(name: str, options: dict[str, Any]) -> None:
