@@ -96,8 +96,8 @@ class PlannedTrainer:
     def __init__(
         self, module: TrainModule, sharding: Sharding, device: PlannedDevice, capacity: int | None = None
     ) -> None:
+        module.output_head()  # measured while nothing is planned, and once for all copies
         module = copy.deepcopy(module)
-        module.output_head()  # measured while nothing is planned
         allocator: Allocator = CachingAllocator(capacity) if device.arch else PlainAllocator(capacity)
         self.module, self.device = module, device
         self.ledger = Ledger(allocator, INSIDE, FLOPS)

@@ -226,9 +226,13 @@ def _why_not_planned(name: str, call: AttentionCall, planned: PlannedDevice, dty
         return None
     if planned.arch < _FLASH_ARCH or name.startswith("flash_attention") or name == LONG:
         return f"it is not planned with on {planned.type}"
-    if name == "varlen_attn" and (dtype not in {torch.bfloat16, torch.float16} or call.head_dim > _FLASH_HEAD):
+    if name != "varlen_attn":
+        return None
+    if dtype not in {torch.bfloat16, torch.float16} or call.head_dim > _FLASH_HEAD:
         return f"its kernels take heads of at most {_FLASH_HEAD} values in 16 bits"
-    return IMPLEMENTATIONS[name].lacks(call, torch.device("meta")) if name == "varlen_attn" else None
+    if call.value_dim != call.head_dim:
+        return f"its kernels take values as wide as keys, got {call.value_dim} and {call.head_dim}"
+    return IMPLEMENTATIONS[name].lacks(call, torch.device("meta"))
 
 
 def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -161,7 +161,7 @@ def fitting(traces: Traces, layout: StepLayout, sampler: SamplerSize | None, min
     """Return the plan with the least to move that fits, if there is one."""
     for away in _AWAY if sampler is not None else _AWAY[:1]:
         found = plan_step(traces, replace(layout, offload=away), sampler)
-        if found.fits and (sampler is None or found.kv_tokens >= min_kv_tokens):
+        if found.fits and (sampler is None or not sampler.token_bytes or found.kv_tokens >= min_kv_tokens):
             return found
     return None
 

@@ -13,6 +13,7 @@ from rlcore.engines.executors.materialize import retype
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan.ranks import GatheredBytes, gathered
 from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of, score_options, step_options
+from rlcore.errors import CheckpointError, one_line
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.planning.hardware import Hardware
 from rlcore.planning.layout import Recompute
@@ -101,7 +102,13 @@ class Traces:
 
 
 def cache_bytes_per_token(model: PlannedModel) -> int:
-    """Return the bytes of keys and values of one token in the model's own cache, in bfloat16; 0 if it has none."""
+    """Return the bytes of keys and values of one token in the model's own cache, in bfloat16; 0 if it has none.
+
+    Layers that keep one state for a whole sequence, as linear attention does, hold nothing for a token.
+
+    Raises:
+        CheckpointError: the model's own code fails on its configuration.
+    """
     if model.config is None:
         return 0
     num_tokens, decoder = 16, copy.deepcopy(model.module.get_decoder())  # type: ignore[operator]
@@ -109,6 +116,12 @@ def cache_bytes_per_token(model: PlannedModel) -> int:
     with torch.device("meta"), torch.no_grad():
         decoder.to("meta")
         tokens = torch.zeros(1, num_tokens, dtype=torch.long)
-        cache = decoder(input_ids=tokens, use_cache=True).past_key_values
-    held = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        try:
+            output = decoder(input_ids=tokens, use_cache=True)
+        except Exception as error:  # of the model's own code
+            raise CheckpointError(
+                f"{model.name} cannot sample: its code fails with {one_line(error)}; mend its config.json"
+            ) from error
+    layers = getattr(getattr(output, "past_key_values", None), "layers", ())
+    held = [layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None]
     return int(sum(held)) // num_tokens

@@ -27,6 +27,8 @@ _IGNORED = ("model", "user", "metadata", "store")
 """Arguments of OpenAI's client that say nothing about what is sampled."""
 _DEFAULTS = {"stream": False, "stop": None, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False}
 """Arguments that are accepted with this value, or None, alone."""
+_NAMED = ("messages", "tools", "max_tokens", "max_completion_tokens", "extra_body")
+"""Arguments of ``create`` that are no options, for its messages."""
 _SAMPLING = ("temperature", "top_p", "n", "seed")
 
 
@@ -208,8 +210,9 @@ def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     known = (*_SAMPLING, *_IGNORED, *_DEFAULTS)
     for name, value in options.items():
         if name not in known:
-            hint = did_you_mean(name, known)
-            raise InvalidInputError(f"create() has no argument {name!r}{hint or ';'} accepted: {', '.join(known)}")
+            accepted = (*_NAMED, *known)
+            hint = did_you_mean(name, accepted)
+            raise InvalidInputError(f"create() has no argument {name!r}{hint or ';'} accepted: {', '.join(accepted)}")
         if name in _DEFAULTS and value is not None and value != _DEFAULTS[name]:
             raise UnsupportedError(f"create({name}={value!r})", f"leave it out, or give {_DEFAULTS[name]!r}")
     return {name: value for name, value in options.items() if name in _SAMPLING}

@@ -34,7 +34,7 @@ class RolloutStats:
     failed: int
     """The workflow raised."""
     timed_out: int
-    """They took longer than ``episode_timeout_s``."""
+    """They took longer than ``episode_timeout_s``, or a call in them, such as of a reward, did not end in time."""
     too_stale: int
     """They became too stale, and began anew."""
     tokens_sampled: int

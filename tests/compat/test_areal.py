@@ -164,6 +164,13 @@ def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path, monkey
     assert one.rollout_batch([7], Answers()).to("cpu").batch_size == (1,)
     with pytest.raises(Exception, match=r"none of 1 episodes ended well: .*loss_mask, logprobs, versions, rewards is"):
         one.rollout_batch([None], Answers())
+    actor = areal.FSDPPPOActor(areal.PPOActorConfig(path=str(path)))
+    actor.initialize()
+    meta = areal.WeightUpdateMeta.from_disk()
+    futures = [client.update_weights(meta) for client in (one, other)]
+    actor.upload_weights(meta)
+    assert all(future.done() for future in futures) and one.get_version() == 1
+    actor.destroy()
     one.destroy()
     other.destroy()
     assert areal.RemoteInfEngine._servers == {}

@@ -13,6 +13,7 @@ import rlcore
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan.ranks import gathered
 from rlcore.errors import BenchError, CheckpointError, InvalidInputError, UnsupportedError
+from rlcore.logit_form import measure_logit_form
 from rlcore.planning.configuration import arguments_of
 from rlcore.planning.hardware import hardware
 from rlcore.planning.model import planned_model
@@ -134,6 +135,61 @@ def test_devices_share_sequences_where_nothing_fits_otherwise(config_file: Path)
 
 def test_keys_and_values_of_a_token(config_file: Path) -> None:
     assert cache_bytes_per_token(planned_model(config_file)) == 2 * 2 * 2 * 64 * 2  # layers, heads, width, 16 bits
+
+
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "state_size": 8, "num_hidden_layers": 1, "vocab_size": 512}
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 512,
+}  # fmt: skip
+
+
+def _written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "nbytes"), [(MAMBA, 0), (QWEN3_NEXT, 2 * 2 * 16 * 2)], ids=["no layer", "one layer of four"]
+)
+def test_layers_without_attention_keep_nothing_for_a_token(tmp_path: Path, config: dict[str, Any], nbytes: int) -> None:
+    assert cache_bytes_per_token(planned_model(_written(tmp_path, config))) == nbytes
+
+
+def test_a_model_without_a_cache_leaves_the_device_for_none(tmp_path: Path) -> None:
+    plan = rlcore.plan(_written(tmp_path, MAMBA), device="h200", longest=32, max_tokens=32, recompute=False)
+    assert plan.fits and plan.best.layout.offload == () and plan.best.kv_tokens == 0
+
+
+def test_a_configuration_that_the_models_own_code_cannot_run_is_named(tmp_path: Path) -> None:
+    config = CONFIG | {"hidden_size": 320, "num_attention_heads": 5}
+    with pytest.raises(CheckpointError, match=r"cannot sample: its code fails with RuntimeError: .*mend its config"):
+        rlcore.plan(_written(tmp_path, config), device="h200", **FIXED)
+
+
+def test_latent_attention_is_planned_whose_values_are_narrower_than_its_keys(tmp_path: Path) -> None:
+    config = {
+        "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 512,
+        "first_k_dense_replace": 1,
+    }  # fmt: skip
+    plan = rlcore.plan(_written(tmp_path, config), device="h200", sampler=False, **FIXED)
+    assert plan.fits and plan.best.flops > 0
+
+
+def test_how_a_model_makes_logits_is_measured_once_for_all_traces(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Any] = []
+
+    def measuring(model: Any, forward: Any) -> Any:
+        measured.append(model)
+        return measure_logit_form(model, forward)
+
+    monkeypatch.setattr("rlcore.nn.measure_logit_form", measuring)
+    rlcore.plan(config_file, device="h200", sampler=False, longest=32, max_tokens=32, recompute=False)
+    assert len(measured) == 1
 
 
 @pytest.mark.slow

@@ -214,6 +214,8 @@ def test_what_would_change_an_answer_unseen_is_refused(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "q"}]
     with pytest.raises(UnsupportedError, match=r"create\(stream=True\) is not supported: leave it out"):
         asyncio.run(create(messages=messages, stream=True))
+    with pytest.raises(InvalidInputError, match=r"'max_token'; did you mean 'max_tokens'\? accepted: messages,"):
+        asyncio.run(create(messages=messages, max_token=1))
     with pytest.raises(InvalidInputError, match="no argument 'temprature'; did you mean 'temperature'"):
         asyncio.run(create(messages=messages, temprature=1))
     with pytest.raises(InvalidInputError, match="a message needs a role"):

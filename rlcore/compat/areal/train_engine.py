@@ -22,6 +22,7 @@ from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import decoupled_ppo, discounted_return, masked_whiten, ppo_clip
 from rlcore.quickstart.pretrained import model_class
+from rlcore.rollout import RolloutController
 
 
 class FSDPPPOActor:
@@ -141,9 +142,12 @@ class FSDPPPOActor:
         if not meta.waiting:
             raise StateError("upload_weights() finds nobody who waits; call rollout.update_weights(meta) before")
         waiting, meta.waiting = meta.waiting, []
+        updated: set[RolloutController] = set()  # clients of one model share one, which has one more version then
         for rollout, future in waiting:
             try:
-                meta.report = rollout.controller.update_weights(self.engine)
+                if rollout.controller not in updated:
+                    meta.report = rollout.controller.update_weights(self.engine)
+                    updated.add(rollout.controller)
             except BaseException as error:
                 future.set_exception(error)
                 raise
