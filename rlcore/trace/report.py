@@ -109,8 +109,9 @@ def _report(trace: ProgramTrace, kernels: list[RecordedCall], limits: Mapping[st
     tables = [
         _phases(trace, steps),
         *(_idle(device, steps) for device in devices),
-        _faster(advice(trace, steps, devices, limits), steps, limits),
     ]
+    if found := advice(trace, steps, devices, limits):
+        tables.append(_faster(found, steps, limits))
     tables += [_kernels(call) for call in kernels]
     program = trace.processes[0]
     notes = [*trace.notes, *_killed(trace)]

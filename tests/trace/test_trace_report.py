@@ -52,6 +52,12 @@ def test_the_tables_say_where_the_time_goes(tmp_path: Path) -> None:
     assert "Why cuda:0 is idle" in text and "trace.html: open it in a browser" in text
 
 
+def test_there_is_no_table_of_advice_where_no_engine_was_called(tmp_path: Path) -> None:
+    MadeProgram(tmp_path).program.span("step", 0, 50).span("step", 50, 100)
+    report = make_report(tmp_path)
+    assert [table.title for table in report.tables] == ["Where a step's time goes"]
+
+
 @pytest.mark.parametrize("name", ["trace.json", "trace.html"])
 def test_a_report_replaces_its_own_files_and_no_others(tmp_path: Path, name: str) -> None:
     colocated(tmp_path)
