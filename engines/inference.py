@@ -284,6 +284,7 @@ class InferenceEngine(Engine, ReceivingEngine):
         if self._sync_state is SyncState.PAUSED:
             raise StateError(f"{purpose} is refused while a weight sync is under way; wait for its end")
         if self._sync_state is SyncState.POISONED:
+            self._built_group().check_usable(purpose)  # without workers it takes no weights
             raise StateError(
                 f"{purpose} is refused: a weight sync stopped midway and the weights are a mixture; "
                 "call sync_weights() again, or load()"

@@ -106,7 +106,7 @@ class WorkerGroup:
         *,
         ends_stopped: bool,
     ) -> list[Any]:
-        self._check_usable(method)
+        self.check_usable(f"{method}()")
         inbox: _Inbox = queue.SimpleQueue()
         caller = threading.get_ident()
 
@@ -130,15 +130,20 @@ class WorkerGroup:
                 worker.cancel(future)
             raise
 
-    def _check_usable(self, method: str) -> None:
+    def check_usable(self, purpose: str) -> None:
+        """Refuse ``purpose`` where no call would reach the workers.
+
+        Raises:
+            StateError: as ``call``.
+        """
         if self._owner != os.getpid():
             raise StateError(
-                f"{method}() is refused: the workers of {self.engine} belong to process {self._owner}, of which this "
+                f"{purpose} is refused: the workers of {self.engine} belong to process {self._owner}, of which this "
                 "one is a fork; build an engine here"
             )
         if self._broken_by is not None:
             raise StateError(
-                f"{method}() is refused: the workers were ended after an earlier failure "
+                f"{purpose} is refused: the workers were ended after an earlier failure "
                 f"({first_line(self._broken_by)}); call restart()"
             ) from self._broken_by
 

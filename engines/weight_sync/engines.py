@@ -16,7 +16,7 @@ from rlcore.engines.weight_sync.channels.peers import JoinedPeers, SpmdPeers, Sy
 from rlcore.engines.weight_sync.channels.shared_store import common_stores
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.session import SyncSession
-from rlcore.errors import InvalidInputError, SyncError, first_line
+from rlcore.errors import InvalidInputError, SyncError, WorkerDiedError, WorkerTimeoutError, first_line
 from rlcore.types import SyncReport
 
 
@@ -153,9 +153,11 @@ def poisoned(engines: Sequence[ReceivingEngine], version: int) -> Iterator[None]
     try:
         yield
     except Exception as error:
+        is_lost = isinstance(error, WorkerDiedError | WorkerTimeoutError)
+        first = "restart() the engine that lost its workers; then " if is_lost else ""
         raise SyncError(
             f"the weight sync to version {version} stopped midway: {first_line(error)}. The inference engine holds "
-            "a mixture and refuses to generate; sync again, or reload with load()"
+            f"a mixture and refuses to generate; {first}sync again, or reload with load()"
         ) from error
     for engine in engines:
         engine._commit(version)

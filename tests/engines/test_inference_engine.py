@@ -17,6 +17,7 @@ from rlcore.engines.engine import Engine
 from rlcore.engines.executors.options import BUILD_OPTIONS
 from rlcore.engines.offload.storages import distinct_storages
 from rlcore.engines.sampling.params import SamplingParams
+from rlcore.engines.weight_sync.engines import poisoned
 from rlcore.errors import (
     CheckpointError,
     DeviceError,
@@ -324,6 +325,20 @@ def test_a_sync_of_another_model_is_refused_before_the_first_byte(
         with pytest.raises(SyncError, match="serves its old weights: unexpected: model"):
             train.sync_weights(other)
         assert other.generate(PROMPTS, GREEDY) == before
+
+
+def test_an_engine_that_lost_its_workers_in_a_sync_asks_for_a_restart(llama_folder: Path) -> None:
+    """A sync into it, or load(), would be refused too."""
+    with rlcore.InferenceEngine(llama_folder) as other:
+        other.build(devices="cpu:0", launcher="process")
+        told = r"refuses to generate; restart\(\) the engine that lost its workers; then sync again"
+        with pytest.raises(SyncError, match=told), poisoned([other], 3):
+            os.kill(other.executors[0].workers[0].process_id, signal.SIGKILL)
+            other.memory_report()
+        with pytest.raises(StateError, match=r"generate\(\) is refused: the workers were ended .*; call restart\(\)$"):
+            other.generate(PROMPTS)
+        other.restart()
+        assert len(other.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
 def test_a_sync_that_stops_midway_poisons_the_engine_until_a_complete_one(
