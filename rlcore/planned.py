@@ -6,8 +6,8 @@ asks here which device is meant. Outside of a plan nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -36,17 +36,27 @@ def as_planned(device: Device) -> PlannedDevice:
     return PlannedDevice(device.type, facts.cores, 0 if device.spec.is_host else arch)
 
 
+Apart = Callable[[], AbstractContextManager[object]]
+"""Gives a context for what a process does once, which is no part of the step that it is planned in."""
+
 _planned: ContextVar[PlannedDevice | None] = ContextVar("rlcore_planned_device", default=None)
+_apart: ContextVar[Apart] = ContextVar("rlcore_planned_apart", default=nullcontext)
 
 
 @contextmanager
-def planning_for(device: PlannedDevice) -> Iterator[None]:
+def planning_for(device: PlannedDevice, apart: Apart = nullcontext) -> Iterator[None]:
     """Let meta tensors of this thread stand for tensors on ``device``."""
-    token = _planned.set(device)
+    tokens = _planned.set(device), _apart.set(apart)
     try:
         yield
     finally:
-        _planned.reset(token)
+        _planned.reset(tokens[0])
+        _apart.reset(tokens[1])
+
+
+def apart_from_step() -> AbstractContextManager[object]:
+    """Return the context for what happens once, whatever step is planned now."""
+    return _apart.get()()
 
 
 def planned_device(device: torch.device) -> PlannedDevice | None:

@@ -79,6 +79,12 @@ def _embedding_backward(grad: Tensor, indices: Tensor, num_weights: int, *_: Any
     return [4 * segments * math.ceil(width / _WARP) * _WARP]
 
 
+def _softmax_backward(grad: Tensor, *_: Any) -> list[int]:
+    """Return the gradient times the result: see ``softmax_backward_cuda_out`` of ``SoftMax.cu``."""
+    planned = planned_device(grad.device)
+    return [] if planned is None or not planned.arch else [grad.nbytes]
+
+
 def _exchange(parts: Tensor, *_: Any) -> list[int]:
     return [] if parts.is_contiguous() else [parts.nbytes]  # what is sent lies in one piece
 
@@ -87,6 +93,7 @@ INSIDE: dict[str, Inside] = {
     "torch_attn::_varlen_attn_backward": _flash_backward,
     "rlcore_plan::flex_attention_backward": _flex_backward,
     "aten::sum.dim_IntList": _column_sums,
+    "aten::_softmax_backward_data": _softmax_backward,
     "aten::embedding_dense_backward": _embedding_backward,
     "rlcore::exchange_parts": _exchange,
 }

@@ -76,7 +76,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in made:
             self.add(tensor, self.name_of(tensor))
         if operator.inside is not None:
-            self._do(Ledger._pass, [nbytes for nbytes in operator.inside(*args, **kwargs) if nbytes])
+            self.take_inside(operator.inside(*args, **kwargs))
         if operator.flops is not None:
             self.flops += operator.flops(args, kwargs, result)
         return result
@@ -108,6 +108,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._do(Ledger._take, key, nbytes, name)
             weakref.finalize(storage, self._do, Ledger._free, key)
 
+    def take_inside(self, sizes: list[int]) -> None:
+        """Take blocks where no tensor is seen, and free them, the last one first."""
+        self._do(Ledger._pass, [nbytes for nbytes in sizes if nbytes])
+
     def rename(self, tensor: Tensor, name: str) -> None:
         """Note that the storage of ``tensor`` is something else."""
         self._do(Ledger._rename, storage_key(tensor.untyped_storage()), name)
@@ -127,6 +131,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield events
         finally:
             self._events = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Take and free what is in no list of events, and count no operations."""
+        events, flops = self._events, self.flops
+        self._events = None
+        try:
+            yield
+        finally:
+            self._events, self.flops = events, flops
 
     def repeat(self, events: list[Event]) -> None:
         """Let ``events`` happen again, but for storages that they have left, which are there by now."""
@@ -166,12 +180,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._storages[key] = block, nbytes, name
 
     def _pass(self, sizes: list[int]) -> None:
-        """Take blocks and free them."""
         blocks = [self.allocator.allocate(nbytes) for nbytes in sizes]
         self._labels["activations"] += sum(sizes)
         self._note_peak()
         self._labels["activations"] -= sum(sizes)
-        for block in blocks:
+        for block in reversed(blocks):
             self.allocator.free(block)
 
     # ---------------------------------------------------------------------------------------------- peaks

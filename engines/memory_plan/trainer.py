@@ -37,6 +37,8 @@ from rlcore.registry import get_device
 
 _META = torch.device("meta")
 _LARGE_WORKSPACE_ARCH, _WORKSPACE, _OLDER_WORKSPACE = 90, 32 << 20, (8 << 20) + (128 << 10)
+_FILE_BYTES = 2
+"""Of each value in a file of weights, as most have; ``SourceReader.read`` copies them to the device as they are."""
 Batch = Mapping[str, Tensor]
 
 
@@ -119,12 +121,14 @@ class PlannedTrainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        with planning_for(self.device), stand_ins(self.device), self.ledger:
+        with planning_for(self.device, self.ledger.apart), stand_ins(self.device), self.ledger:
             yield
 
     def _hold_module(self) -> None:
         for parameter in self.module.parameters():
             self.ledger.add(parameter.detach(), "weights")
+            if self.device.arch:
+                self.ledger.take_inside([parameter.numel() * _FILE_BYTES])
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)  # type: ignore[no-untyped-call]
         for part in self.module.modules():

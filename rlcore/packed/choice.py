@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import varlen
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -31,7 +32,7 @@ from rlcore.packed.implementations import (
     attend_varlen,
     prepare_flex,
 )
-from rlcore.planned import PlannedDevice, planned_device
+from rlcore.planned import PlannedDevice, apart_from_step, planned_device
 from rlcore.registry import registry, resolve
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,10 @@ def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.d
     """Return the reason why an implementation cannot serve the call here, or None: its limits first, then its probe."""
     planned = planned_device(device)
     if planned is not None:
-        return _why_not_planned(name, call, planned, dtype)
+        reason = _why_not_planned(name, call, planned, dtype)
+        if reason is None and name != "per_sequence":
+            _plan_probe(name, call, dtype, device)
+        return reason
     reason = implementations(device.type)[name].lacks(call, device)
     if reason is not None or name == "per_sequence":
         return reason
@@ -235,6 +239,19 @@ def _why_not_planned(name: str, call: AttentionCall, planned: PlannedDevice, dty
     return IMPLEMENTATIONS[name].lacks(call, torch.device("meta"))
 
 
+def _plan_probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> None:
+    """Take the memory of a probe, which decides where later tensors lie; without values there is nothing to compare.
+
+    A thread of its own would not be seen by the plan. So what a thread would not have is set aside here.
+    """
+    with apart_from_step(), torch.inference_mode(mode=False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        _probe(name, call, dtype, device)
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
+
+
 def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return the reason why the results or gradients of ``name`` are wrong, or None."""
     if name == LONG and not _runs_by_cudnn(call, device, dtype):
@@ -259,8 +276,8 @@ def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.dev
 
     wide = torch.promote_types(dtype, torch.float32)
     results = run(implementations(device.type)[name].attend, dtype), run(_definition, wide)
-    for part, found, expected in zip(("output", "dq", "dk", "dv"), *results, strict=True):
-        error = float((found.to(wide) - expected).norm() / expected.norm())
+    errors = [float((found.to(wide) - right).norm() / right.norm()) for found, right in zip(*results, strict=True)]
+    for part, error in zip(("output", "dq", "dk", "dv"), errors, strict=True):
         if not error <= _TOLERANCE.get(dtype, 0.0):
             return f"its probe gave a wrong {part}: relative error {error:.1e}"
     return None

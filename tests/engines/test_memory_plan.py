@@ -142,6 +142,19 @@ def test_a_plan_for_a_gpu_is_what_was_measured(measured: tuple[str, str, int | N
         assert planned.reserved >= planned.allocated
 
 
+def test_what_the_start_of_a_process_leaves_is_planned_to_the_byte() -> None:
+    """Where weights were copied and attention was tried decides where all later tensors lie: 1.24 GiB of this run."""
+    model, setup = "llama-3.2-1b", "bfloat16, 24k, offload"
+    runs = json.loads(Path(peaks.__file__).with_name("peaks_h200.json").read_text())["runs"]
+    (real,) = (run["measured"] for run in runs if (run["model"], run["setup"]) == (model, setup))
+    wanted = SETUPS[setup]
+    trainer = PlannedTrainer(module_of(MODELS[model][0], None), Sharding(**wanted["build"]), GPU)
+    batch, options = batch_of(wanted["lengths"]), step_options(wanted["max_tokens"])
+    for step in ("train 1", "train 2"):
+        planned = trainer.train(batch, ppo_clip(), options)
+        assert {"peak": planned.allocated, "reserved": planned.reserved} == real[step]
+
+
 def test_parts_add_up_and_gradients_of_an_earlier_micro_batch_count() -> None:
     trainer = PlannedTrainer(module_of(SMALL["qwen2"], None), Sharding(compute_dtype="bfloat16"), GPU)
     weights = sum(parameter.nbytes for parameter in trainer.module.parameters())
@@ -301,8 +314,9 @@ def test_a_plan_sums_gradients_where_autograd_does(loss: Callable[[torch.Tensor]
 
 
 def test_what_operators_take_inside_is_what_was_recorded_on_an_h200() -> None:
-    """From the events of torch's allocator in a step of Qwen2.5 0.5B with 12,000 tokens."""
+    """From the events of torch's allocator in a step of Qwen2.5 0.5B with 12,000 tokens, and of a Llama (softmax)."""
     columns, embedding = INSIDE["aten::sum.dim_IntList"], INSIDE["aten::embedding_dense_backward"]
+    softmax, scores = INSIDE["aten::_softmax_backward_data"], torch.empty(1, 32, 193, 193, device="meta")
     grad, of_key = (torch.empty(1, 12_000, width, dtype=torch.bfloat16, device="meta") for width in (896, 128))
     tokens = torch.empty(1, 12_000, dtype=torch.int64, device="meta")
     with planning_for(GPU):
@@ -311,8 +325,32 @@ def test_what_operators_take_inside_is_what_was_recorded_on_an_h200() -> None:
         assert columns(grad[:, :100], [0, 1], True) == []  # each thread has few values
         assert columns(grad, [2], True) == []
         assert embedding(grad, tokens, 151_936, -1, False) == [47_308_800]
+        assert softmax(scores, scores, -1, torch.float32) == [4_767_872]
     with planning_for(HOST):
         assert columns(grad, [0, 1], True) == embedding(grad, tokens, 151_936, -1, False) == []
+        assert softmax(scores, scores, -1, torch.float32) == []
+
+
+def test_the_first_step_tries_attention_once_which_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of the probe, 193 by 193 for each head, are asked for in the first step of a process alone."""
+    asked: list[int] = []
+    allocate = CachingAllocator.allocate
+
+    def noted(allocator: CachingAllocator, nbytes: int) -> Any:
+        asked.append(nbytes)
+        return allocate(allocator, nbytes)
+
+    monkeypatch.setattr(CachingAllocator, "allocate", noted)
+    trainer = PlannedTrainer(module_of(SMALL["qwen2"], None), Sharding(compute_dtype="bfloat16"), GPU)
+    batch, options = batch_of([64]), step_options(64)
+    scores = 4 * 4 * 193**2
+    with trainer.ledger.recording() as events:
+        first = trainer.train(batch, ppo_clip(), options)
+    assert scores in asked
+    assert scores not in [nbytes for event in events for nbytes in event if isinstance(nbytes, int)]
+    asked.clear()
+    second = trainer.train(batch, ppo_clip(), options)
+    assert scores not in asked and first.flops == second.flops > 0
 
 
 def test_a_step_that_needs_values_is_refused() -> None:

@@ -283,7 +283,7 @@ def main(file: str, *names: str) -> None:
         waiting = []
         for setup in CONFIGURATIONS:
             for model in chosen:
-                is_told = (model, setup) == ("llama-3.2-1b", "bfloat16, 24k, offload")  # which is planned worst
+                is_told = (model, setup) == ("qwen3-moe-0.9b", "bfloat16, 24k, offload")  # which is planned worst
                 events = str(Path(file).with_suffix(".events.json")) if is_told else ""
                 waiting.append(pool.submit(_in_process, model, setup, str(Path(folder, "lock")), events))
         for one in as_completed(waiting):
