@@ -46,11 +46,10 @@ _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, to
 
 
 LONG = "long_sequences"
-_LONG_WORK = 4e13
-"""Multiplications and additions of a run, in the forward of all layers. cuDNN saves 1/300 - 1/450 TFLOP/s of them
-beside FlashAttention 2 (one H100): 0.044 s. It plans for each new shape: in the forward, in a recomputation, for which
-autograd has a thread of its own, and in the backward. Where cuDNN planned in every call, each plan took 0.05 to 0.11 s
-(H100), so that two or three packs of a length make up for it. Shorter sequences save too little."""
+_LONG_WORK = 1e13
+"""Multiplications and additions of a run, in the forward of all layers. cuDNN saves 0.043 to 0.053 s of their forward
+and backward beside FlashAttention 2 (H100), and plans for each new shape: 0.14 to 0.15 s, and once more for a
+recomputation, for which autograd has a thread of its own. Three or four packs of a length make up for it."""
 
 
 class AttentionChoice(NamedTuple):

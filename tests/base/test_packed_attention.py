@@ -734,15 +734,16 @@ HEADS_0_5B = AttentionCall(14, 2, 64, 64)
     ("call", "num_layers", "runs", "expected"),
     [
         (HEADS_0_5B, 24, [(1, 131_072)], True),
-        (HEADS_0_5B, 24, [(1, 32_768)], True),
-        (HEADS_0_5B, 24, [(1, 16_384)], False),
-        (HEADS_0_5B.of_rank(2), 24, [(1, 32_768)], False),  # half of the heads
+        (HEADS_0_5B, 24, [(1, 16_384)], True),
+        (HEADS_0_5B, 24, [(1, 12_288)], False),
+        (HEADS_0_5B.of_rank(2), 24, [(1, 16_384)], False),  # half of the heads
         (HEADS_0_5B.of_rank(2), 24, [(1, 131_072)], True),
         (HEADS_0_5B, 24, [(1, 131_072), (1, 32_768)], True),
         (HEADS_0_5B, 24, [(1, 131_072), (1, 64)], False),  # it would plan for the short one too
         (HEADS_7B, 28, [(8, 1024)], False),
         (HEADS_7B, 28, [(8, 8192)], True),
-        (HEADS_7B, 28, [(1, 16_384)], True),
+        (HEADS_7B, 28, [(1, 8192)], True),
+        (HEADS_7B, 28, [(1, 4096)], False),
         (HEADS_7B, 28, [], False),
     ],
 )
@@ -998,7 +999,7 @@ def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 def kernels_of(work: Callable[[], Any]) -> set[str]:
     """The operators of attention that run."""
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         work()
     return {event.key for event in profile.key_averages() if "attn" in event.key or "attention" in event.key}
 
