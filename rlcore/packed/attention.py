@@ -110,7 +110,7 @@ def packed_hidden_states(
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
-        choices=plan.choices if implementation is None else {False: {}},
+        choices=plan.choices if implementation is None else {False: {}, True: {}},
         choose=lambda device, dtype, of_long: (
             choose(calls, device, dtype, implementation, of_long=of_long).implementation
         ),
