@@ -54,7 +54,7 @@ class _DecoderPlan:
     choices: dict[bool, dict[torch.dtype, str]] = field(default_factory=lambda: {False: {}, True: {}})
     """For packs that are long, and for others: the implementation by dtype."""
     reasons: Reasons = field(default_factory=dict)
-    """Those of all choices, because a probe may compile: the first long pack tries only what is new to it."""
+    """Why not what was tried. A probe may compile: the first long pack tries only what is new to it."""
     _faults: dict[type, str | None] = field(default_factory=dict)
 
     def against_images(self, model: Any) -> str | None:

@@ -53,7 +53,7 @@ recomputation, for which autograd has a thread of its own. Three or four packs o
 
 
 Reasons = dict[tuple[str, AttentionCall, torch.device, torch.dtype], str | None]
-"""What ``why_not`` returned, by its arguments."""
+"""Answers of ``why_not`` by its arguments."""
 
 
 class AttentionChoice(NamedTuple):
