@@ -86,7 +86,7 @@ class RolloutController:
         template_options: passed to the template.
         episode_timeout_s: an episode that takes longer is dropped, and counted.
         max_failures_in_row: after so many episodes have failed in a row none begins, and ``wait`` raises; the next one
-            tries again.
+            tries again. Those of ``rollout_batch`` and ``evaluate`` do not count.
         unhealthy_after_s: an engine in another process that does not answer for so long is taken out.
     """
 
@@ -146,7 +146,7 @@ class RolloutController:
         self._warn_at_rejections = _MANY_REJECTIONS
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
-        self._is_paused = self._is_closed = False
+        self._is_paused = self._is_closed = self._failures_told = False
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
         self._lent = lent
@@ -442,8 +442,10 @@ class RolloutController:
     @takes("wait()", count=optional(COUNT), timeout_s=optional(AT_LEAST_0))
     def _begin_wait(self, count: int | None, timeout_s: float | None) -> _Wait:
         wanted = self._bound.batch_size if count is None else count
-        if self._pacing is not None:
-            with self._changed:
+        with self._changed:
+            if self._failures_told:
+                self._failures_told, self._episodes.failures_in_row = False, 0
+            if self._pacing is not None:
                 self._pacing.note_wait(wanted)
         return _Wait(wanted, timeout_s, time.monotonic())
 
@@ -476,7 +478,7 @@ class RolloutController:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
-            self._episodes.failures_in_row = 0  # it is told once: a later wait tries again
+            self._failures_told = True  # until the next wait, which tries again, none begins
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
                 f"{num_failures} episodes have failed in a row, the last one with {last}"

@@ -33,7 +33,7 @@ from rlcore.errors import (
 )
 from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet, timeline
 from rlcore.rollout.engine_driver import Request
-from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode import Episode, EpisodeEnd, Outcome
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.stats import RolloutStats
 from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
@@ -477,6 +477,7 @@ def test_a_wait_after_too_many_failures_tries_again() -> None:
 
         async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
             if self.is_down:
+                await asyncio.sleep(0.01)  # so episodes that begin when the error is raised fail after it
                 raise ValueError("planted")
             await client.generate([1])
             return client.trajectories()
@@ -485,8 +486,26 @@ def test_a_wait_after_too_many_failures_tries_again() -> None:
     with controller(workflow=workflow, batch_size=2, max_failures_in_row=3) as rollout:
         with pytest.raises(RolloutError, match="have failed in a row"):
             rollout.prepare_episodes(items, timeout_s=60)
+        time.sleep(0.3)
         workflow.is_down = False
         assert len(rollout.prepare_episodes(items, timeout_s=60)) == 2
+
+
+def test_failures_of_direct_episodes_do_not_end_a_wait_of_training() -> None:
+    items = ["ok"] * 4
+    with controller(workflow=Acts(), batch_size=1, max_failures_in_row=3) as rollout:
+        for run in (rollout.evaluate, rollout.rollout_episodes):
+            with pytest.raises(RolloutError, match="none of 3 episodes ended well: ValueError: planted"):
+                run(["raise"] * 3)
+            assert len(rollout.prepare_episodes(items, timeout_s=60)) == 1
+
+
+def test_a_direct_episode_that_ends_well_is_no_end_of_failures_in_a_row() -> None:
+    queue = EpisodeQueue(StalenessBound(max_staleness=0, batch_size=1))
+    for number, (error, is_direct) in enumerate([(ValueError(), False), (None, True), (ValueError(), False)]):
+        outcome: Outcome = "failed" if error else "ended"
+        queue.end(EpisodeEnd(Episode(number, 0, []), outcome, 0, error), is_direct=is_direct)
+    assert queue.failures_in_row == 2
 
 
 def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity() -> None:
