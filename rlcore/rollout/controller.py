@@ -60,6 +60,7 @@ class _Wait:
     timeout_s: float | None
     began: float
     is_given_up: bool = False
+    has_begun: bool = False
 
 
 class RolloutController:
@@ -206,17 +207,25 @@ class RolloutController:
                     return episodes
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
-        """As ``wait``, for a program with an event loop of its own. A task that is cancelled in it takes none."""
+        """As ``wait``, for a program with an event loop of its own. A task that is cancelled in it takes none.
+
+        It waits in a thread of the event loop's default executor, but takes the controller's lock in the loop's own
+        thread: the loop stands still while another thread holds it, as ``prepare_batch`` does for as long as its
+        dataloader takes to give items.
+        """
         wait = self._begin_wait(count, timeout_s)
         with self._trainer_does("wait"):
             while True:
+                wait.has_begun = False
                 waiting = asyncio.ensure_future(asyncio.to_thread(self._wait_until_ready, wait))
                 try:
                     await asyncio.shield(waiting)
                 except asyncio.CancelledError:  # Ctrl-C too: the loop waits for its threads before the program ends
                     wait.is_given_up = True
                     self._wake()
-                    await asyncio.wait([waiting])
+                    if not wait.has_begun:
+                        waiting.cancel()  # the executor may be full for ever; a thread that begins now ends at once
+                    await _ended(waiting)
                     raise
                 if episodes := self._take(wait.wanted):  # here and not in the thread, which cannot be cancelled
                     return episodes
@@ -451,6 +460,7 @@ class RolloutController:
 
     def _wait_until_ready(self, wait: _Wait) -> None:
         """Return when as many episodes as are wanted can be given, or they are not waited for any more."""
+        wait.has_begun = True
         wanted, timeout_s = wait.wanted, wait.timeout_s
 
         def is_ready() -> bool:
@@ -470,9 +480,8 @@ class RolloutController:
     def _take(self, wanted: int) -> list[Episode]:
         """Return so many episodes, and forget them; none if another thread was given them meanwhile."""
         with self._changed:
-            episodes = self._episodes.give(self._bound.choose(wanted))
-            self._start_due()
-            return episodes
+            self._start_due()  # they begin when the lock is given up; Ctrl-C in this call has taken nothing yet
+            return self._episodes.give(self._bound.choose(wanted))
 
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
@@ -583,6 +592,14 @@ class RolloutController:
             in_row,
             100 * rejected / (rejected + ended),
         )
+
+
+async def _ended(waiting: asyncio.Future[None]) -> None:
+    """Wait until a thread has ended, which has given the trainer's devices back then; another cancellation waits."""
+    while not waiting.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([waiting])
+    _ = waiting.cancelled() or waiting.exception()  # or asyncio would log that nobody has asked for it
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:
