@@ -62,7 +62,7 @@ class EpisodeQueue:
         self.counts: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.failures_in_row = 0
-        """Of those that are not direct."""
+        """The number of episodes that failed since one did not; direct ones do not count."""
         self.last_failure: BaseException | None = None
         self.rejections_in_row = 0
 
