@@ -66,11 +66,3 @@ def release_ipc_counter(handle: bytes, offset: int) -> None:
     """Decrement the count, in the file ``handle``, of the receivers of a tensor sent by IPC. Since torch 2.10."""
     untyped: Any = torch.UntypedStorage
     untyped._release_ipc_counter_cuda(handle, offset)
-
-
-def is_profiling() -> bool:
-    """Return True while torch may record ranges: Python's profilers, of any thread, or one that was started in C++.
-
-    There is no public reader. Since torch 2.10.
-    """
-    return torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled()

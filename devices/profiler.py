@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,6 @@ import torch
 
 from rlcore.arguments import PATH, TEXT
 from rlcore.device import Profiler
-from rlcore.devices._torch_private import is_profiling
 from rlcore.devices.part import TorchPart
 from rlcore.errors import InvalidInputError, StateError
 
@@ -30,11 +29,10 @@ class TorchProfiler(TorchPart, Profiler):
     members: ClassVar = ("range", "start", "stop")
     accepts: ClassVar = {"range": {"name": TEXT}, "start": {"path": PATH}}
 
-    def range(self, name: str) -> AbstractContextManager[None]:
-        if not is_profiling():  # every call of a worker is a range, and torch takes 10 us for one that nobody records
-            return contextlib.nullcontext()
-        recorded: AbstractContextManager[Any] = torch.profiler.record_function(name)
-        return recorded
+    @contextlib.contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            yield
 
     def start(self, path: str | Path) -> None:
         path = Path(path)

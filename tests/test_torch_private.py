@@ -6,7 +6,6 @@ import ast
 import inspect
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -308,19 +307,6 @@ def a_count_of_receivers_is_named_by_two_values() -> None:
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
         of_devices.release_ipc_counter(b"file", 3)
     assert asked == [(b"file", 3)]
-
-
-@contract("is_profiling")
-def a_thread_is_told_that_a_profiler_records() -> None:
-    told: list[bool] = []
-    assert not of_devices.is_profiling()
-    with torch.profiler.profile():
-        told.append(of_devices.is_profiling())
-        other = threading.Thread(target=lambda: told.append(of_devices.is_profiling()))
-        other.start()
-        other.join()
-    assert told == [True, True]
-    assert not of_devices.is_profiling()
 
 
 # ------------------------------------------------------------------------------------------------------ engines

@@ -76,7 +76,9 @@ class ModuleSourceTensors:
                 release()
 
     def changes(self) -> list[int]:
-        return numbers_of_writes(self._parts)
+        # A write through a sharded parameter is counted by it, and not by its part.
+        known = (parameter for parameter in self._known if parameter is not None)
+        return numbers_of_writes(chain(self._parts, known))
 
     @property
     def _described(self) -> RankParameters:

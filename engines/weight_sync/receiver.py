@@ -25,7 +25,7 @@ from rlcore.engines.weight_sync.planning.planner import Planner
 from rlcore.engines.weight_sync.planning.self_test import checksums
 from rlcore.engines.weight_sync.round_state import RoundState, RoundStep
 from rlcore.engines.weight_sync.target import Target
-from rlcore.engines.weight_sync.transports.bucket_header import check_sum, checked_header
+from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, check_sum, checked_header
 from rlcore.engines.weight_sync.transports.events import SlotEvents
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedMemory
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup
@@ -323,32 +323,58 @@ class Receiver:
             group.leave()
 
     def receive(self, receptions: bytes) -> list[int]:
-        """Receive, pass on and unpack bucket after bucket; returns the bytes that each tells."""
+        """Receive, pass on and unpack bucket after bucket; returns the bytes that each tells.
+
+        The headers of those that are told whole are read at the end, so that the host does not wait for each of them.
+        """
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         orders = decoded(receptions, list[Reception], "list of Reception")
-        moved = [self._take(packing, slot) for packing, slot in self._buckets.received(self._group, orders)]
+        moved: list[int] = []
+        unread: list[tuple[Packing, Tensor]] = []
+        for order, slot in self._buckets.received(self._group, orders, self._bucket):
+            if order.base or order.is_checked:
+                moved.append(self._take(order, slot))
+            else:
+                unread.append((order, slot[:ALIGNMENT].clone()))
+                moved.append(self._unpack(order, self._expected(order), slot))
+        if unread:
+            headers = torch.stack([header for _, header in unread]).cpu()
+            for (order, _), header in zip(unread, headers, strict=True):
+                self._checked_header(order, header)
         self._device.synchronize()
         return moved
 
     def _take(self, order: Packing, slot: Tensor) -> int:
-        plan, bucket = self._writing(order.round_id, order.digest), self._bucket(order)
-        place = order.sender, order.bucket
-        if place in plan.done:
-            raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
+        plan, whole = self._expected(order), slot
         self._round.check_base(order.base)
-        header = checked_header(
-            slot, round_id=order.round_id, bucket=order.bucket, nbytes=bucket.nbytes, base=order.base
-        )
-        whole = slot
+        header, bucket = self._checked_header(order, slot), self._bucket(order)
         if order.base:
-            here = self._buckets.repacked(plan.repacker(*place), plan.destinations(), bucket, order.slot_bytes)
+            copies = plan.repacker(order.sender, order.bucket)
+            here = self._buckets.repacked(copies, plan.destinations(), bucket, order.slot_bytes)
             whole = changed(here, bucket, slot, header)
         if order.base or order.is_checked:
             check_sum(whole, header)
+        payload_bytes = self._unpack(order, plan, whole)
+        return header.message_bytes - ALIGNMENT if order.base else payload_bytes
+
+    def _expected(self, order: Packing) -> PlanExecution:
+        """Return the plan of a bucket that is about to be written; raises SyncError if it has come before."""
+        plan = self._writing(order.round_id, order.digest)
+        if (order.sender, order.bucket) in plan.done:
+            raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
+        return plan
+
+    def _checked_header(self, order: Packing, slot: Tensor) -> BucketHeader:
+        nbytes = self._bucket(order).nbytes
+        return checked_header(slot, round_id=order.round_id, bucket=order.bucket, nbytes=nbytes, base=order.base)
+
+    def _unpack(self, order: Packing, plan: PlanExecution, whole: Tensor) -> int:
+        """Write what a whole bucket has where it belongs; returns its bytes."""
+        bucket, place = self._bucket(order), (order.sender, order.bucket)
         plan.unpacker(*place).run(views(whole, bucket), plan.destinations())
         plan.done.add(place)
-        return header.message_bytes - ALIGNMENT if order.base else bucket.payload_bytes
+        return bucket.payload_bytes
 
     def _bucket(self, order: Packing) -> Bucket:
         check_slot_bytes(order.slot_bytes)

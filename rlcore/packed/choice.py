@@ -47,11 +47,14 @@ _TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 5e-3, torch.float32: 5e-3, to
 
 
 LONG = "long_sequences"
-_LONG_WORK = 4e13
-"""Multiplications and additions of a run, in the forward of all layers. cuDNN saves 1/300 - 1/450 TFLOP/s of them
-beside FlashAttention 2 (one H100): 0.044 s. It plans for each new shape: in the forward, in a recomputation, for which
-autograd has a thread of its own, and in the backward. Where cuDNN planned in every call, each plan took 0.05 to 0.11 s
-(H100), so that two or three packs of a length make up for it. Shorter sequences save too little."""
+_LONG_WORK = 1e13
+"""Multiplications and additions of a run, in the forward of all layers. cuDNN saves 0.043 to 0.053 s of their forward
+and backward beside FlashAttention 2 (H100), and plans for each new shape: 0.14 to 0.15 s, and once more for a
+recomputation, for which autograd has a thread of its own. Three or four packs of a length make up for it."""
+
+
+Reasons = dict[tuple[str, AttentionCall, torch.device, torch.dtype], str | None]
+"""Answers of ``why_not`` by its arguments."""
 
 
 class AttentionChoice(NamedTuple):
@@ -165,11 +168,13 @@ def choose(
     implementation: str | None = None,
     *,
     of_long: bool = False,
+    reasons: Reasons | None = None,
 ) -> AttentionChoice:
     """Return the first implementation that serves all ``calls``; ``implementation`` asks for one by name.
 
     Args:
         of_long: for packs that ``are_long``.
+        reasons: what ``why_not`` returned for earlier choices. It is not asked again, and what it returns is added.
 
     Raises:
         InvalidInputError: no such implementation.
@@ -178,9 +183,16 @@ def choose(
     known = implementations(device.type)
     if implementation is not None and implementation not in known:
         raise InvalidInputError(f"packed attention has {', '.join(known)}; got {implementation!r}")
+    reasons = {} if reasons is None else reasons
+
+    def known_reason(*asked: Any) -> str | None:
+        if asked not in reasons:
+            reasons[asked] = why_not(*asked)
+        return reasons[asked]
+
     refused: list[tuple[str, str]] = []
     for name in known if implementation is None else [implementation]:
-        asked = why_not if name != LONG or of_long or implementation else _why_not_short
+        asked = known_reason if name != LONG or of_long or implementation else _why_not_short
         reason = next((found for call in sorted(calls, key=repr) if (found := asked(name, call, device, dtype))), None)
         if reason is None:
             choice = AttentionChoice(name, tuple(refused))

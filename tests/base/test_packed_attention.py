@@ -734,15 +734,16 @@ HEADS_0_5B = AttentionCall(14, 2, 64, 64)
     ("call", "num_layers", "runs", "expected"),
     [
         (HEADS_0_5B, 24, [(1, 131_072)], True),
-        (HEADS_0_5B, 24, [(1, 32_768)], True),
-        (HEADS_0_5B, 24, [(1, 16_384)], False),
-        (HEADS_0_5B.of_rank(2), 24, [(1, 32_768)], False),  # half of the heads
+        (HEADS_0_5B, 24, [(1, 16_384)], True),
+        (HEADS_0_5B, 24, [(1, 12_288)], False),
+        (HEADS_0_5B.of_rank(2), 24, [(1, 16_384)], False),  # half of the heads
         (HEADS_0_5B.of_rank(2), 24, [(1, 131_072)], True),
         (HEADS_0_5B, 24, [(1, 131_072), (1, 32_768)], True),
         (HEADS_0_5B, 24, [(1, 131_072), (1, 64)], False),  # it would plan for the short one too
         (HEADS_7B, 28, [(8, 1024)], False),
         (HEADS_7B, 28, [(8, 8192)], True),
-        (HEADS_7B, 28, [(1, 16_384)], True),
+        (HEADS_7B, 28, [(1, 8192)], True),
+        (HEADS_7B, 28, [(1, 4096)], False),
         (HEADS_7B, 28, [], False),
     ],
 )
@@ -815,6 +816,27 @@ def test_an_implementation_asked_for_runs_long_sequences_too(ran: list[str]) -> 
     assert ran == ["per_sequence"] * 2
 
 
+@pytest.mark.parametrize("order", [(SHORT, ALONE), (ALONE, SHORT)], ids=["short first", "long first"])
+def test_each_implementation_is_tried_once_for_long_packs_and_others(
+    order: tuple[tuple[int, ...], ...], ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def probe(name: str, *_: Any) -> str:
+        tried.append(name)
+        return "no"
+
+    monkeypatch.setattr(packed_choice, "_probe", probe)
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "flex_attention", Implementation(probe, lambda *_: None))
+    decoder = make("qwen3")
+    for lengths in order * 2:
+        run(decoder, lengths)
+    assert ran == ["per_sequence"] * 8
+    assert sorted(tried) == ["flex_attention", LONG, *(["varlen_attn"] if HAS_WINDOWS else [])]
+    explain_cpu(decoder)
+    assert len(tried) == 2 + HAS_WINDOWS
+
+
 def test_other_attention_of_long_sequences_is_refused() -> None:
     lacks = packed_choice.IMPLEMENTATIONS[LONG].lacks
     assert {name: lacks(call, torch.device("cpu")) for name, call in CALLS.items()} == {
@@ -864,14 +886,18 @@ def test_the_probe_finds_a_defect_of_long_sequences(
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several long ones would break the graph: compiled blocks run them as they run any pack."""
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several long ones would break the graph: compiled blocks run them as any pack, and all where one is refused."""
 
     def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **options: Any) -> Tensor:
         return reference((query, key, value), cu_seqlens, options["window_size"], options["scale"])
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: name if name.startswith("flash") else None)
+    refused = ("flash", LONG) if is_refused else ("flash",)
+    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: name if name.startswith(refused) else None)
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 32 * SHORTEST_LONG**2)
     decoder = make("qwen3")
     plain, wide = copy.deepcopy(decoder), in_float64(decoder)
@@ -888,7 +914,7 @@ def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(monkeypatc
         padded, exact = (run(model, lengths, implementation="padded") for model in (plain, wide))
         assert_as_accurate(run(decoder, lengths), padded, exact)
     torch.compiler.reset()
-    assert are_of_lone == [False, False, True, True]  # each for one length, and then for any
+    assert are_of_lone == [False, False] + [True, True] * (not is_refused)  # each for one length, and then for any
 
 
 # --------------------------------------------------------------------------------------------------- on the GPU
@@ -998,7 +1024,7 @@ def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
 
 def kernels_of(work: Callable[[], Any]) -> set[str]:
     """The operators of attention that run."""
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         work()
     return {event.key for event in profile.key_averages() if "attn" in event.key or "attention" in event.key}
 

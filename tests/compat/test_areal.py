@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from rlcore import InferenceEngine
 from rlcore.compat import areal
 from rlcore.compat.areal.batches import padded, trajectories_of
-from rlcore.errors import InvalidInputError, RolloutTimeoutError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.examples import areal_grpo
 from rlcore.quickstart.model import quickstart_model
-from rlcore.rollout import Trajectory
+from rlcore.rollout import RolloutController, Trajectory
 from tests.accuracy import assert_within_rounding
 
 CONFIG = """
@@ -189,6 +190,64 @@ def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path, monkey
     with pytest.raises(UnsupportedError, match="dump_dir"):
         areal.RLVRWorkflow(len, areal.GenerationHyperparameters(), None, dump_dir="x")
     assert areal.WeightUpdateMeta.from_fsdp_xccl().type == "xccl"
+
+
+@pytest.fixture
+def clients(path: Path) -> Iterator[list[areal.RemoteInfEngine]]:
+    """Two clients of one engine; the second is one for evaluation."""
+    config = areal.InferenceEngineConfig(
+        model_path=str(path), consumer_batch_size=2, options={"devices": "cpu", "dtype": "float32"}
+    )
+    found = [areal.RemoteInfEngine(config) for _ in range(2)]
+    for one in found:
+        one.initialize(None)
+    found[1].set_version(10**12)
+    yield found
+    for one in found:
+        one.destroy()
+
+
+def test_an_evaluation_that_failed_is_not_in_the_way_of_the_next(
+    clients: list[areal.RemoteInfEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, client = clients
+    client.submit(None, Answers())
+    with pytest.raises(RolloutError, match="none of 1 episodes ended well"):
+        client.wait(1)
+    client.submit(3, Answers())
+    with monkeypatch.context() as patch:  # the last engine has failed, which is no fault of the episode
+        patch.setattr(RolloutController, "num_healthy", 0)
+        patch.setattr(RolloutController, "evaluate", _raise)
+        with pytest.raises(RolloutError, match="planted"):
+            client.wait(1)
+    assert client.wait(1)["rewards"].tolist() == [3]
+
+
+def test_all_futures_of_a_weight_update_end_with_the_error_of_the_first(
+    clients: list[areal.RemoteInfEngine], path: Path
+) -> None:
+    meta = areal.WeightUpdateMeta.from_disk()
+    futures = [client.update_weights(meta) for client in clients]
+    with pytest.raises(StateError, match="the actor is not initialized"):
+        areal.FSDPPPOActor(areal.PPOActorConfig(path=str(path))).upload_weights(meta)
+    assert [str(future.exception(timeout=0)).partition(";")[0] for future in futures] == [
+        "the actor is not initialized"
+    ] * 2
+
+
+def test_the_last_client_closes_the_engine_also_where_an_episode_does_not_end(
+    clients: list[areal.RemoteInfEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, close = clients[0]._server, RolloutController.close
+    monkeypatch.setattr(RolloutController, "close", lambda self: (close(self), _raise()))
+    clients[0].destroy()
+    with pytest.raises(RolloutError, match="planted"):
+        clients[1].destroy()
+    assert server is not None and not server.engine.is_built
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    raise RolloutError("planted")
 
 
 def test_the_padding_of_a_workflows_tensors_is_no_part_of_its_trajectories() -> None:

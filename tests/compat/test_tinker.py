@@ -20,7 +20,7 @@ import torch
 
 from rlcore.compat import tinker
 from rlcore.compat.tinker import data as tinker_data
-from rlcore.compat.tinker import types
+from rlcore.compat.tinker import service_client, types
 from rlcore.compat.tinker.losses import DEFAULTS, LOSSES
 from rlcore.errors import InvalidInputError, RolloutError, StateError, UnsupportedError
 from rlcore.examples import tinker_grpo
@@ -193,6 +193,67 @@ def test_a_folder_may_be_named_as_the_beginning_of_another_and_a_closed_service_
         assert service.create_sampling_client(saved.path).result().get_base_model() == str(tmp_path / "model-2")
     with pytest.raises(StateError, match="the ServiceClient is closed; make another"):
         service.create_sampling_client(base_model=str(path))
+
+
+def test_the_async_forms_call_the_methods_of_a_subclass() -> None:
+    class Own(tinker.TrainingClient):
+        def optim_step(self, optim_params: types.AdamParams) -> Any:
+            return optim_params
+
+        def save_weights_and_get_sampling_client(self, name: str | None = None) -> Any:
+            return asyncio.sleep(0, name)
+
+    async def program() -> None:
+        client = object.__new__(Own)
+        assert await client.optim_step_async(STILL) is STILL
+        assert await client.save_weights_and_get_sampling_client_async("own") == "own"
+
+    asyncio.run(program())
+
+
+class _Host:
+    """Builds no engines; ``close`` is counted."""
+
+    made: list[_Host] = []  # noqa: RUF012 (shared on purpose)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.num_closes = 0
+        self.made.append(self)
+        self.at_build()
+
+    @staticmethod
+    def at_build() -> None: ...
+
+    def close(self) -> None:
+        self.num_closes += 1
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> list[_Host]:
+    monkeypatch.setattr(service_client, "ModelHost", _Host)
+    monkeypatch.setattr(_Host, "made", [])
+    return _Host.made
+
+
+def test_a_model_named_by_a_path_is_that_named_by_a_str(path: Path, hosts: list[_Host]) -> None:
+    with tinker.ServiceClient() as service:
+        client = service.create_lora_training_client(path, rank=1).result()
+        assert service.create_sampling_client(base_model=str(path)).result()._host is hosts[0]
+        assert service.create_sampling_client(base_model=path).result()._host is hosts[0]
+        saved = f"{client.get_info().model_data.model_name}/sampler/one"
+        client._names[saved] = {}
+        assert service.create_sampling_client(saved).result().get_base_model() == str(path)
+    assert [host.num_closes for host in hosts] == [1]
+
+
+def test_engines_that_were_built_while_the_service_was_closed_are_closed(
+    path: Path, hosts: list[_Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = tinker.ServiceClient()
+    monkeypatch.setattr(_Host, "at_build", service.close)
+    with pytest.raises(StateError, match="closed while the engines were built; make another"):
+        service.create_sampling_client(base_model=str(path))
+    assert [host.num_closes for host in hosts] == [1]
 
 
 def test_a_failed_engine_is_restarted_for_samples_that_another_snapshot_waits_for(
@@ -385,6 +446,11 @@ def test_numbers_may_be_numpys_or_tensors_and_a_loss_may_have_one_dimension(trai
     adam = types.AdamParams(learning_rate=torch.tensor(0.0), beta1=np.float64(0.5), grad_clip_norm=math.inf)
     assert (type(adam.learning_rate), type(adam.beta1)) == (float, float)
     assert training.optim_step(adam).result().metrics["grad_norm"] > 0
+    inputs, losses = data(logprobs=0.0, advantages=1.0), set()
+    for threshold in (0.5, np.float32(0.5), torch.tensor(0.5)):
+        found = training.forward(inputs, "ppo", {"clip_low_threshold": threshold}).result()
+        losses.add(found.metrics["loss:sum"])
+    assert len(losses) == 1
 
 
 @pytest.mark.parametrize("name", ["step=10", "a b", "step:1", "..a", "-1", "é"])
@@ -465,6 +531,7 @@ def test_what_is_wrong_or_not_there_is_named(
         (service.create_sampling_client, InvalidInputError, "takes one of model_path and base_model"),
         (lambda: service.create_sampling_client("x"), InvalidInputError, "no weights were saved as 'x'"),
         (lambda: training.forward([], "ppo", {"clip_low_threshold": "x"}), InvalidInputError, "a number, got 'x'"),
+        (lambda: training.forward([], "dro", {"beta": math.nan}), InvalidInputError, "must be a number, got nan"),
         (lambda: tinker.ServiceClient(trainer={"data_parallel_size": 2}), UnsupportedError, "above 1"),
     ):  # fmt: skip
         with pytest.raises(kind, match=told):

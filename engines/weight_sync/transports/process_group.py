@@ -61,30 +61,40 @@ class SyncGroup:
             device, rank=rank, world_size=world_size, rendezvous=meet, timeout_s=timeout_s, name="weights"
         )
 
-    def send_message(self, message: Tensor, ranks: Sequence[int]) -> None:
-        """Send a packed slot, [n] uint8, all in use: its header, which tells its size, and the rest."""
-        message = message.to(self._torch_device)
-        for rank in ranks:
-            self._group.send(message[:ALIGNMENT], rank)
-            if message.numel() > ALIGNMENT:
-                self._group.send(message[ALIGNMENT:], rank)
+    def send_message(self, message: Tensor, ranks: Sequence[int], *, is_size_known: bool = False) -> None:
+        """Send a packed slot, [n] uint8, all in use.
 
-    def receive_message(self, slot: Tensor, rank: int) -> int:
+        Args:
+            is_size_known: to the receivers. Else the header goes first, which tells them.
+        """
+        message = message.to(self._torch_device)
+        parts = [message] if is_size_known else [message[:ALIGNMENT], message[ALIGNMENT:]]
+        for rank in ranks:
+            for part in parts:
+                if part.numel():
+                    self._group.send(part, rank)
+
+    def receive_message(self, slot: Tensor, rank: int, nbytes: int | None = None) -> int:
         """Overwrite a slot, [slot_bytes] uint8, by what a rank sends; returns the bytes in use.
+
+        Args:
+            nbytes: those of the message, where they are known; the host then waits for nothing.
 
         Raises:
             SyncError: it would not fit.
         """
         here = slot if slot.device == self._torch_device else torch.empty_like(slot, device=self._torch_device)
-        self._group.recv(here[:ALIGNMENT], rank)
-        header = header_of(here)
-        check_message_bytes(header, slot.numel())
-        message = here[: header.message_bytes]
-        if header.message_bytes > ALIGNMENT:
-            self._group.recv(message[ALIGNMENT:], rank)
+        begin = 0
+        if nbytes is None:
+            self._group.recv(here[:ALIGNMENT], rank)
+            header = header_of(here)
+            check_message_bytes(header, slot.numel())
+            begin, nbytes = ALIGNMENT, header.message_bytes
+        if nbytes > begin:
+            self._group.recv(here[begin:nbytes], rank)
         if here is not slot:
-            slot[: header.message_bytes].copy_(message)
-        return header.message_bytes
+            slot[:nbytes].copy_(here[:nbytes])
+        return nbytes
 
     def leave(self) -> None:
         """Leave at once: the others may be elsewhere, or gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -35,13 +35,17 @@ class ReceivedBuckets:
     def drop_rebuilt(self) -> None:
         self._rebuilt = None
 
-    def received(self, group: SyncGroup, orders: Sequence[Reception]) -> Iterator[tuple[Packing, Tensor]]:
+    def received(
+        self, group: SyncGroup, orders: Sequence[Reception], bucket_of: Callable[[Packing], Bucket]
+    ) -> Iterator[tuple[Packing, Tensor]]:
         """Receive and pass on each bucket, and yield it; the next one may come meanwhile."""
 
         def receive(number: int) -> Tensor:
-            slot = self._buffer(orders[number].packing.slot_bytes, number)
-            nbytes = group.receive_message(slot, orders[number].source)
-            group.send_message(slot[:nbytes], orders[number].relays)
+            order = orders[number]
+            slot = self._buffer(order.packing.slot_bytes, number)
+            nbytes = None if order.packing.base else bucket_of(order.packing).nbytes
+            used = group.receive_message(slot, order.source, nbytes)
+            group.send_message(slot[:used], order.relays, is_size_known=nbytes is not None)
             return slot
 
         with Turns(self._device) as turns:

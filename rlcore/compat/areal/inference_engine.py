@@ -13,7 +13,7 @@ from rlcore.arguments import kind_of, takes
 from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
 from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
 from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
-from rlcore.errors import StateError, UnsupportedError
+from rlcore.errors import RolloutError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.rollout import Episode, RolloutClient, RolloutController, Trajectory, Workflow
 from rlcore.types import SyncReport
 
@@ -108,8 +108,10 @@ class RemoteInfEngine:
         server.num_clients -= 1
         if not server.num_clients:
             del self._servers[str(self.config.model_path)]
-            server.controller.close()
-            server.engine.close()
+            try:
+                server.controller.close()
+            finally:
+                server.engine.close()
 
     @property
     def controller(self) -> RolloutController:
@@ -147,8 +149,13 @@ class RemoteInfEngine:
             raise StateError(
                 f"wait({count}) would wait for ever: only {len(items)} episodes were submitted; submit() more"
             )
-        episodes = self.controller.evaluate(items, timeout_s=timeout_s)
-        del self._eval_items[:count]  # not earlier: after an error they can be waited for again
+        try:
+            episodes = self.controller.evaluate(items, timeout_s=timeout_s)
+        except RolloutError as error:
+            if not isinstance(error, RolloutTimeoutError) and self.controller.num_healthy:
+                del self._eval_items[:count]  # they have failed by themselves: again they would stop those after them
+            raise
+        del self._eval_items[:count]  # not earlier: after a timeout or an interruption they can be waited for again
         return episodes
 
     def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> TensorBatch:

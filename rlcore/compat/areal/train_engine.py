@@ -149,7 +149,9 @@ class FSDPPPOActor:
                     meta.report = rollout.controller.update_weights(self.engine)
                     updated.add(rollout.controller)
             except BaseException as error:
-                future.set_exception(error)
+                for _, other in waiting:  # no later call ends the futures of those after it
+                    if not other.done():
+                        other.set_exception(error)
                 raise
             future.set_result(None)
 

@@ -6,8 +6,9 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -44,21 +45,26 @@ class ClientFuture(APIFuture[T]):
         return getattr(self.result(), name)
 
 
-def begins(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a method's ``_async`` form, which earlier programs await to begin a call: it gives the same future."""
+def begins(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Return a method's ``_async`` form, which earlier programs await to begin a call: it gives the same future.
+
+    It calls the method by name, so that a subclass may have its own.
+    """
 
     @functools.wraps(method)
-    async def begun(*args: P.args, **kwargs: P.kwargs) -> T:
-        return method(*args, **kwargs)
+    async def begun(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        found: T = getattr(self, method.__name__)(*args, **kwargs)
+        return found
 
     return begun
 
 
-def ends(method: Callable[P, APIFuture[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return a method's ``_async`` form that gives the result."""
+def ends(method: Callable[Concatenate[S, P], APIFuture[T]]) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """Return a method's ``_async`` form that gives the result; it calls the method by name, as ``begins``."""
 
     @functools.wraps(method)
-    async def ended(*args: P.args, **kwargs: P.kwargs) -> T:
-        return await method(*args, **kwargs)
+    async def ended(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        found: T = await getattr(self, method.__name__)(*args, **kwargs)
+        return found
 
     return ended

@@ -5,12 +5,13 @@ Formulas: https://tinker-docs.thinkingmachines.ai/losses. Letters: T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from rlcore.arguments import NUMBER, did_you_mean
+from rlcore.arguments import NUMBER, did_you_mean, plain_number
 from rlcore.errors import InvalidInputError, UnsupportedError
 
 Inputs = Mapping[str, Tensor]
@@ -75,7 +76,8 @@ def whole_config(name: str, config: Config) -> Config:
     if unknown := sorted(set(config) - set(defaults)):
         accepted = ", ".join(defaults) or "none"
         raise InvalidInputError(f"loss_fn_config of {name!r} has no {unknown[0]!r}; accepted: {accepted}")
-    for option, value in config.items():
-        if not NUMBER.has(value):
+    plain = {option: plain_number(value) for option, value in config.items()}
+    for option, value in plain.items():
+        if not NUMBER.has(value) or math.isnan(value):
             raise InvalidInputError(f"loss_fn_config[{option!r}] of {name!r} must be a number, got {value!r:.100}")
-    return {**defaults, **config}
+    return {**defaults, **plain}

@@ -76,6 +76,7 @@ class ServiceClient:
 
         ``train_unembed`` does nothing: the output head gets no adapter.
         """
+        base_model = str(base_model)
         if not (train_mlp or train_attn):
             raise InvalidInputError(
                 "create_lora_training_client() needs train_mlp or train_attn: it has no other adapters"
@@ -96,6 +97,7 @@ class ServiceClient:
         if (model_path is None) == (base_model is None):
             raise InvalidInputError("create_sampling_client() takes one of model_path and base_model")
         if base_model is not None:
+            base_model = str(base_model)
             host = self._hosts.get(base_model) or self._host(
                 base_model, rank=1, seed=None, train_mlp=False, train_attn=True
             )
@@ -125,14 +127,18 @@ class ServiceClient:
         if self._is_closed:
             raise StateError("the ServiceClient is closed; make another")
         path = check_model_folder(Path(base_model)).path
-        self._hosts[base_model] = ModelHost(
+        host = self._hosts[base_model] = ModelHost(
             path,
             lora_module(path, **options),
             self._trainer,
             self._sampler,
             unhealthy_after_s=self._unhealthy_after_s,
         )
-        return self._hosts[base_model]
+        if self._is_closed:  # by another thread, while the engines were built
+            if self._hosts.pop(base_model, None):  # else that thread has seen the host, and closes it
+                host.close()
+            raise StateError("the ServiceClient was closed while the engines were built; make another")
+        return host
 
 
 def _done(client: Any) -> ClientFuture[Any]:

@@ -22,7 +22,7 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 
 import rlcore
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers
-from rlcore.engines.weight_sync.messages import Packing
+from rlcore.engines.weight_sync.messages import Packing, Reception
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
@@ -87,6 +87,10 @@ def unpack(pair: Pair, **changed: Any) -> int:
     return pair.receiver.unpack(msgspec.msgpack.encode([order]))
 
 
+def nothing_is_copied(pair: Pair) -> bool:
+    return all(bool(tensor.isnan().all()) for tensor in pair.model.parameters())
+
+
 @pytest.mark.parametrize("place", [0, 9, 17, 600, 1500, -520])
 def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -> None:
     slot = pair.receiver._imported.slot(0, 0)
@@ -95,9 +99,10 @@ def test_a_flipped_byte_is_refused_before_it_is_copied(pair: Pair, place: int) -
     slot[at] ^= 1
     with pytest.raises(SyncError, match=r"another sum|was expected in a staging buffer"):
         unpack(pair)
-    assert pair.model.layer0.norm.isnan().all(), "nothing was copied"
+    assert nothing_is_copied(pair)
     slot[at] ^= 1
     assert unpack(pair) > 0
+    assert not nothing_is_copied(pair)
 
 
 def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
@@ -114,9 +119,45 @@ def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
     words[2] = nbytes - 512
     with pytest.raises(SyncError, match=rf"with {nbytes} bytes, and it holds bucket 0 of round 5, with {nbytes - 512}"):
         unpack(pair)
-    assert pair.model.layer0.norm.isnan().all(), "nothing was copied"
+    assert nothing_is_copied(pair)
     slot.copy_(whole)
     assert unpack(pair) > 0
+
+
+class OneSlot:
+    """A process group through which one slot comes again and again."""
+
+    def __init__(self, slot: torch.Tensor) -> None:
+        self._slot = slot
+        self.known: list[int | None] = []
+        """The bytes of each message that the receiver knew before it came."""
+
+    def receive_message(self, slot: torch.Tensor, rank: int, nbytes: int | None) -> int:
+        self.known.append(nbytes)
+        slot.copy_(self._slot)
+        return int(self._slot.view(torch.int64)[2])
+
+    def send_message(self, message: torch.Tensor, ranks: Sequence[int], *, is_size_known: bool) -> None:
+        assert not ranks
+
+    def leave(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_header_that_is_read_after_the_bucket_was_unpacked_still_fails_the_round(
+    pair: Pair, is_checked: bool
+) -> None:
+    slot = pair.receiver._imported.slot(0, 0)
+    pair.receiver._group = group = OneSlot(slot)  # type: ignore[assignment]
+    packing = msgspec.structs.replace(pair.packing, is_checked=is_checked)
+    orders = msgspec.msgpack.encode([Reception(packing=packing, source=0)])
+    slot.view(torch.int64)[0] = 4
+    with pytest.raises(SyncError, match=r"bucket 0 of round 5 was expected .* holds bucket 0 of round 4"):
+        pair.receiver.receive(orders)
+    assert nothing_is_copied(pair) == is_checked, "one with a sum is refused before it is copied"
+    assert not pair.receiver.is_whole
+    assert group.known == [int(slot.view(torch.int64)[2])], "no header has to come first"
 
 
 def test_a_bucket_that_is_stale_twice_or_missing_is_refused(pair: Pair) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 
@@ -96,3 +98,19 @@ def test_what_is_gathered_is_freed_before_any_parameter_is_looked_at() -> None:
         layer.weight = gathered
         (part,) = source.parts()
         assert part.data_ptr() == now.data_ptr()
+
+
+def test_a_write_through_a_sharded_parameter_is_a_change() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Model()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        source = ModuleSourceTensors(model, 1)
+        source.parts()
+        before = source.changes()
+        assert source.changes() == before
+        with torch.no_grad():
+            model.head.weight.add_(1)
+        assert source.changes() != before
+    finally:
+        dist.destroy_process_group()
