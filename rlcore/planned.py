@@ -37,7 +37,7 @@ def as_planned(device: Device) -> PlannedDevice:
 
 
 Apart = Callable[[], AbstractContextManager[object]]
-"""Gives a context for what a process does once, which is no part of the step that it is planned in."""
+"""Makes a context for what a process does once, which is no part of the step that it is planned in."""
 
 _planned: ContextVar[PlannedDevice | None] = ContextVar("rlcore_planned_device", default=None)
 _apart: ContextVar[Apart] = ContextVar("rlcore_planned_apart", default=nullcontext)

@@ -38,7 +38,7 @@ from rlcore.registry import get_device
 _META = torch.device("meta")
 _LARGE_WORKSPACE_ARCH, _WORKSPACE, _OLDER_WORKSPACE = 90, 32 << 20, (8 << 20) + (128 << 10)
 _FILE_BYTES = 2
-"""Of each value in a file of weights, as most have; ``SourceReader.read`` copies them to the device as they are."""
+"""The bytes of a value in most files of weights; ``SourceReader.read`` copies them to the device as they are."""
 Batch = Mapping[str, Tensor]
 
 
