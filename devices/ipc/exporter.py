@@ -15,8 +15,8 @@ import selectors
 import socket
 import threading
 import time
+from collections import abc
 from collections.abc import Callable, Sequence
-from collections.abc import Mapping as TableOf
 from dataclasses import dataclass, field
 
 import torch
@@ -118,7 +118,7 @@ class IpcExporter:
 
     def export(
         self,
-        storages: TableOf[int, torch.UntypedStorage],
+        storages: abc.Mapping[int, torch.UntypedStorage],
         device_uuid: str,
         share: Callable[[torch.UntypedStorage], SharedMemory],
     ) -> dict[int, Export]:

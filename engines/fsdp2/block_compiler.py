@@ -15,7 +15,8 @@ from rlcore.engines._torch_private import allow_graphs, compile_keeping_less
 
 _MAX_GRAPHS = 64
 """Graphs of one code. By itself the compiler makes 8, and runs the rest uncompiled. Blocks of two attention windows
-make 12: for training and scoring, for one length, any length, and a single block of flex attention's mask."""
+make 12: for training and scoring, for one length, any length, and a single block of flex attention's mask. Without a
+window they make at most 4 more for a lone long sequence: for training and scoring, for one length and any length."""
 _COMPILE_TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 _numbers = itertools.count()
 

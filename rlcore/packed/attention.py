@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from rlcore.compute_dtype import compute_dtype_of
 from rlcore.errors import UnsupportedError
 from rlcore.packed.attention_call import AttentionCall
-from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, are_long, choose, implementations
+from rlcore.packed.choice import IMPLEMENTATIONS, AttentionChoice, Reasons, are_long, choose, implementations
 from rlcore.packed.eligibility import Eligibility, eligibility_of, fault_around
 from rlcore.packed.images import PackedImages
 from rlcore.packed.implementations import (
@@ -53,6 +53,8 @@ class _DecoderPlan:
     eligibility: Eligibility
     choices: dict[bool, dict[torch.dtype, str]] = field(default_factory=lambda: {False: {}, True: {}})
     """For packs that are long, and for others: the implementation by dtype."""
+    reasons: Reasons = field(default_factory=dict)
+    """Why not what was tried. A probe may compile: the first long pack tries only what is new to it."""
     _faults: dict[type, str | None] = field(default_factory=dict)
 
     def against_images(self, model: Any) -> str | None:
@@ -110,9 +112,9 @@ def packed_hidden_states(
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
-        choices=plan.choices if implementation is None else {False: {}},
+        choices=plan.choices if implementation is None else {False: {}, True: {}},
         choose=lambda device, dtype, of_long: (
-            choose(calls, device, dtype, implementation, of_long=of_long).implementation
+            choose(calls, device, dtype, implementation, of_long=of_long, reasons=plan.reasons).implementation
         ),
         group=group,
         are_long=implementation is None and are_long(calls, _whole(decoder).config.num_hidden_layers, runs),
@@ -124,6 +126,8 @@ def packed_hidden_states(
     for of_long in {False, packed.are_long}:
         name = packed.choices[of_long].get(dtype) or _choose(packed, input_ids, dtype, of_long)
         implementations(input_ids.device.type)[name].prepare(packed, {call.window for call in plan.eligibility.calls})
+    if packed.are_long and packed.choices[True][dtype] == packed.choices[False][dtype]:
+        packed.are_long = packed.are_long_in_graphs = False  # compiled blocks would have graphs of the same for it
     own = slice(None) if group is None else group.own(len(input_ids))
     options = {
         "position_ids": _positions(packed.cu_seqlens, lengths)[None, own],
@@ -178,10 +182,11 @@ def split_heads(decoder: nn.Module, num_ranks: int) -> None:
 
 def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
     """Return what ``packed_hidden_states`` runs on ``device`` for attention in ``dtype``, and why not the others."""
-    reason = _plan(decoder).eligibility.reason
+    plan = _plan(decoder)
+    reason = plan.eligibility.reason
     if reason is not None:
         return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_calls(decoder, _plan(decoder)), device, dtype)
+    return choose(_calls(decoder, plan), device, dtype, reasons=plan.reasons)
 
 
 def _calls(decoder: Any, plan: _DecoderPlan) -> frozenset[AttentionCall]:

@@ -52,6 +52,10 @@ and backward beside FlashAttention 2 (H100), and plans for each new shape: 0.14 
 recomputation, for which autograd has a thread of its own. Three or four packs of a length make up for it."""
 
 
+Reasons = dict[tuple[str, AttentionCall, torch.device, torch.dtype], str | None]
+"""Answers of ``why_not`` by its arguments."""
+
+
 class AttentionChoice(NamedTuple):
     """The implementation that runs, and the reason against each better one."""
 
@@ -163,11 +167,13 @@ def choose(
     implementation: str | None = None,
     *,
     of_long: bool = False,
+    reasons: Reasons | None = None,
 ) -> AttentionChoice:
     """Return the first implementation that serves all ``calls``; ``implementation`` asks for one by name.
 
     Args:
         of_long: for packs that ``are_long``.
+        reasons: what ``why_not`` returned for earlier choices. It is not asked again, and what it returns is added.
 
     Raises:
         InvalidInputError: no such implementation.
@@ -176,9 +182,16 @@ def choose(
     known = implementations(device.type)
     if implementation is not None and implementation not in known:
         raise InvalidInputError(f"packed attention has {', '.join(known)}; got {implementation!r}")
+    reasons = {} if reasons is None else reasons
+
+    def known_reason(*asked: Any) -> str | None:
+        if asked not in reasons:
+            reasons[asked] = why_not(*asked)
+        return reasons[asked]
+
     refused: list[tuple[str, str]] = []
     for name in known if implementation is None else [implementation]:
-        asked = why_not if name != LONG or of_long or implementation else _why_not_short
+        asked = known_reason if name != LONG or of_long or implementation else _why_not_short
         reason = next((found for call in sorted(calls, key=repr) if (found := asked(name, call, device, dtype))), None)
         if reason is None:
             choice = AttentionChoice(name, tuple(refused))

@@ -46,10 +46,10 @@ class PackedSequences:
         """
         Args:
             cu_seqlens: [N+1] int32 on the device.
-            choices: for packs that are long or not, compute dtype of attention -> name of the implementation.
-            choose: returns the implementation for a device and a dtype that is not in ``choices``, if long or not.
+            choices: is the pack long -> compute dtype of attention -> name of the implementation.
+            choose: returns the implementation for a device, a dtype, and whether the pack is long.
             group: the ranks that share the row, each of which attends with some of the heads.
-            are_long: the sequences are, as ``choice.are_long`` says.
+            are_long: ``choice.are_long`` of the sequences.
             is_lone: the row is one sequence, with nothing behind it but padding.
         """
         self.cu_seqlens = cu_seqlens
@@ -68,7 +68,7 @@ class PackedSequences:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Return those of ``runs_of``."""
+        """Return ``runs_of`` the lengths."""
         return runs_of(self.lengths)
 
 
@@ -205,7 +205,10 @@ def _attend_long_runs(qkv: list[Tensor], packed: PackedSequences, scaling: float
 
 
 def _attend_rounded(qkv: list[Tensor], longer: int, scaling: float) -> Tensor:
-    """Return [count, L, heads, D] of [count, heads, L, D], computed in a longer length: no token sees a later one."""
+    """Return [count, L, heads, D] of [count, heads, L, D], computed in a longer length: no token sees a later one.
+
+    A length that is right already is copied as well: cuDNN plans by strides too, and copies always have the same.
+    """
     length, is_grouped = qkv[0].shape[2], qkv[0].shape[1] != qkv[1].shape[1]
     query, key, value = (
         functional.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, longer - length)).transpose(1, 2) for x in qkv

@@ -60,6 +60,7 @@ class _Wait:
     timeout_s: float | None
     began: float
     is_given_up: bool = False
+    has_begun: bool = False
 
 
 class RolloutController:
@@ -86,7 +87,7 @@ class RolloutController:
         template_options: passed to the template.
         episode_timeout_s: an episode that takes longer is dropped, and counted.
         max_failures_in_row: after so many episodes have failed in a row none begins, and ``wait`` raises; the next one
-            tries again.
+            tries again. Those of ``rollout_batch`` and ``evaluate`` do not count.
         unhealthy_after_s: an engine in another process that does not answer for so long is taken out.
     """
 
@@ -146,7 +147,7 @@ class RolloutController:
         self._warn_at_rejections = _MANY_REJECTIONS
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
-        self._is_paused = self._is_closed = False
+        self._is_paused = self._is_closed = self._failures_told = False
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
         self._lent = lent
@@ -206,17 +207,25 @@ class RolloutController:
                     return episodes
 
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
-        """As ``wait``, for a program with an event loop of its own. A task that is cancelled in it takes none."""
+        """As ``wait``, for a program with an event loop of its own. A task that is cancelled in it takes none.
+
+        It waits in a thread of the event loop's default executor, but takes the controller's lock in the loop's own
+        thread: the loop stands still while another thread holds it, as ``prepare_batch`` does for as long as its
+        dataloader takes to give items.
+        """
         wait = self._begin_wait(count, timeout_s)
         with self._trainer_does("wait"):
             while True:
+                wait.has_begun = False
                 waiting = asyncio.ensure_future(asyncio.to_thread(self._wait_until_ready, wait))
                 try:
                     await asyncio.shield(waiting)
                 except asyncio.CancelledError:  # Ctrl-C too: the loop waits for its threads before the program ends
                     wait.is_given_up = True
                     self._wake()
-                    await asyncio.wait([waiting])
+                    if not wait.has_begun:
+                        waiting.cancel()  # the executor may be full for ever; a thread that begins now ends at once
+                    await _ended(waiting)
                     raise
                 if episodes := self._take(wait.wanted):  # here and not in the thread, which cannot be cancelled
                     return episodes
@@ -442,13 +451,16 @@ class RolloutController:
     @takes("wait()", count=optional(COUNT), timeout_s=optional(AT_LEAST_0))
     def _begin_wait(self, count: int | None, timeout_s: float | None) -> _Wait:
         wanted = self._bound.batch_size if count is None else count
-        if self._pacing is not None:
-            with self._changed:
+        with self._changed:
+            if self._failures_told:
+                self._failures_told, self._episodes.failures_in_row = False, 0
+            if self._pacing is not None:
                 self._pacing.note_wait(wanted)
         return _Wait(wanted, timeout_s, time.monotonic())
 
     def _wait_until_ready(self, wait: _Wait) -> None:
         """Return when as many episodes as are wanted can be given, or they are not waited for any more."""
+        wait.has_begun = True
         wanted, timeout_s = wait.wanted, wait.timeout_s
 
         def is_ready() -> bool:
@@ -468,15 +480,14 @@ class RolloutController:
     def _take(self, wanted: int) -> list[Episode]:
         """Return so many episodes, and forget them; none if another thread was given them meanwhile."""
         with self._changed:
-            episodes = self._episodes.give(self._bound.choose(wanted))
-            self._start_due()
-            return episodes
+            self._start_due()  # they begin when the lock is given up; Ctrl-C in this call has taken nothing yet
+            return self._episodes.give(self._bound.choose(wanted))
 
     def _check_progress(self, wanted: int, *, has_deadline: bool) -> None:
         """Raise when what ``wait`` waits for cannot come."""
         self._check_open("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
-            self._episodes.failures_in_row = 0  # it is told once: a later wait tries again
+            self._failures_told = True  # until the next wait, which tries again, none begins
             last = self._episodes.last_failure_in_words()
             raise RolloutError(
                 f"{num_failures} episodes have failed in a row, the last one with {last}"
@@ -581,6 +592,14 @@ class RolloutController:
             in_row,
             100 * rejected / (rejected + ended),
         )
+
+
+async def _ended(waiting: asyncio.Future[None]) -> None:
+    """Wait until a thread has ended, which has given the trainer's devices back then; another cancellation waits."""
+    while not waiting.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([waiting])
+    _ = waiting.cancelled() or waiting.exception()  # or asyncio would log that nobody has asked for it
 
 
 def _engines(infer: InferenceEngine | list[InferenceEngine] | tuple[InferenceEngine, ...]) -> list[InferenceEngine]:

@@ -62,6 +62,7 @@ class EpisodeQueue:
         self.counts: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.failures_in_row = 0
+        """The number of episodes that failed since one did not; direct ones do not count."""
         self.last_failure: BaseException | None = None
         self.rejections_in_row = 0
 
@@ -98,7 +99,8 @@ class EpisodeQueue:
             return
         self.counts[end.outcome] += 1
         self.last_failure = end.error or self.last_failure
-        self.failures_in_row = self.failures_in_row + 1 if end.error is not None else 0
+        if not is_direct:  # who waits for a direct episode is told of it
+            self.failures_in_row = self.failures_in_row + 1 if end.error is not None else 0
         self.rejections_in_row = self.rejections_in_row + 1 if end.outcome == "rejected" else 0
         is_used = end.is_good if is_direct else self._keep(end)
         if end.outcome == "rejected":

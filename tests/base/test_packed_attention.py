@@ -816,6 +816,27 @@ def test_an_implementation_asked_for_runs_long_sequences_too(ran: list[str]) -> 
     assert ran == ["per_sequence"] * 2
 
 
+@pytest.mark.parametrize("order", [(SHORT, ALONE), (ALONE, SHORT)], ids=["short first", "long first"])
+def test_each_implementation_is_tried_once_for_long_packs_and_others(
+    order: tuple[tuple[int, ...], ...], ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def probe(name: str, *_: Any) -> str:
+        tried.append(name)
+        return "no"
+
+    monkeypatch.setattr(packed_choice, "_probe", probe)
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "flex_attention", Implementation(probe, lambda *_: None))
+    decoder = make("qwen3")
+    for lengths in order * 2:
+        run(decoder, lengths)
+    assert ran == ["per_sequence"] * 8
+    assert sorted(tried) == ["flex_attention", LONG, *(["varlen_attn"] if HAS_WINDOWS else [])]
+    explain_cpu(decoder)
+    assert len(tried) == 2 + HAS_WINDOWS
+
+
 def test_other_attention_of_long_sequences_is_refused() -> None:
     lacks = packed_choice.IMPLEMENTATIONS[LONG].lacks
     assert {name: lacks(call, torch.device("cpu")) for name, call in CALLS.items()} == {
@@ -865,14 +886,18 @@ def test_the_probe_finds_a_defect_of_long_sequences(
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several long ones would break the graph: compiled blocks run them as they run any pack."""
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several long ones would break the graph: compiled blocks run them as any pack, and all where one is refused."""
 
     def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *_: Any, **options: Any) -> Tensor:
         return reference((query, key, value), cu_seqlens, options["window_size"], options["scale"])
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: name if name.startswith("flash") else None)
+    refused = ("flash", LONG) if is_refused else ("flash",)
+    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: name if name.startswith(refused) else None)
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 32 * SHORTEST_LONG**2)
     decoder = make("qwen3")
     plain, wide = copy.deepcopy(decoder), in_float64(decoder)
@@ -889,7 +914,7 @@ def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(monkeypatc
         padded, exact = (run(model, lengths, implementation="padded") for model in (plain, wide))
         assert_as_accurate(run(decoder, lengths), padded, exact)
     torch.compiler.reset()
-    assert are_of_lone == [False, False, True, True]  # each for one length, and then for any
+    assert are_of_lone == [False, False] + [True, True] * (not is_refused)  # each for one length, and then for any
 
 
 # --------------------------------------------------------------------------------------------------- on the GPU

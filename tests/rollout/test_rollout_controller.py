@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from rlcore.errors import (
 )
 from rlcore.rollout import RolloutClient, RolloutController, StalenessBound, Trajectory, Workflow, fleet, timeline
 from rlcore.rollout.engine_driver import Request
-from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode import Episode, EpisodeEnd, Outcome
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.stats import RolloutStats
 from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
@@ -477,6 +478,7 @@ def test_a_wait_after_too_many_failures_tries_again() -> None:
 
         async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory]:
             if self.is_down:
+                await asyncio.sleep(0.01)  # so episodes that begin when the error is raised fail after it
                 raise ValueError("planted")
             await client.generate([1])
             return client.trajectories()
@@ -485,8 +487,26 @@ def test_a_wait_after_too_many_failures_tries_again() -> None:
     with controller(workflow=workflow, batch_size=2, max_failures_in_row=3) as rollout:
         with pytest.raises(RolloutError, match="have failed in a row"):
             rollout.prepare_episodes(items, timeout_s=60)
+        time.sleep(0.3)
         workflow.is_down = False
         assert len(rollout.prepare_episodes(items, timeout_s=60)) == 2
+
+
+def test_failures_of_direct_episodes_do_not_end_a_wait_of_training() -> None:
+    items = ["ok"] * 4
+    with controller(workflow=Acts(), batch_size=1, max_failures_in_row=3) as rollout:
+        for run in (rollout.evaluate, rollout.rollout_episodes):
+            with pytest.raises(RolloutError, match="none of 3 episodes ended well: ValueError: planted"):
+                run(["raise"] * 3)
+            assert len(rollout.prepare_episodes(items, timeout_s=60)) == 1
+
+
+def test_a_direct_episode_that_ends_well_is_no_end_of_failures_in_a_row() -> None:
+    queue = EpisodeQueue(StalenessBound(max_staleness=0, batch_size=1))
+    for number, (error, is_direct) in enumerate([(ValueError(), False), (None, True), (ValueError(), False)]):
+        outcome: Outcome = "failed" if error else "ended"
+        queue.end(EpisodeEnd(Episode(number, 0, []), outcome, 0, error), is_direct=is_direct)
+    assert queue.failures_in_row == 2
 
 
 def test_a_synchronous_batch_is_in_the_order_of_its_items_and_needs_no_capacity() -> None:
@@ -554,6 +574,20 @@ def test_ctrl_c_in_wait_takes_nothing_and_close_leaves_no_thread_and_no_request(
     assert_ended(set(threading.enumerate()) - before)
 
 
+def test_ctrl_c_while_the_loop_is_woken_for_new_episodes_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with controller() as rollout:
+        for _ in range(2):
+            rollout.submit(1)
+        until(lambda: len(rollout._episodes.ready) == 2)
+        with monkeypatch.context() as planted, pytest.raises(KeyboardInterrupt):
+            planted.setattr(rollout._runner._loop, "call_soon_threadsafe", interrupted)
+            rollout.wait(2)
+        assert rollout.stats.given == 0 and sorted(one.number for one in rollout.wait(2)) == [0, 1]
+
+
 def test_a_batch_that_another_thread_waits_for_ends_with_the_controller() -> None:
     told: list[str] = []
 
@@ -600,6 +634,77 @@ def test_a_task_that_is_cancelled_in_wait_async_takes_nothing_and_keeps_no_threa
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):  # it comes once the loop's own threads have ended
             asyncio.run(waits_for_ever())
+
+
+def test_a_cancelled_wait_async_ends_though_no_thread_is_free() -> None:
+    async def program() -> None:
+        loop, is_over = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, is_over.wait)
+        task = asyncio.ensure_future(rollout.wait_async(1))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        has_ended = task.done()
+        is_over.set()
+        await asyncio.wait([task, busy])
+        assert has_ended and task.cancelled()
+
+    with controller(SimulatedEngine(step_s=0.001)) as rollout:
+        rollout.submit(1 << 30)
+        asyncio.run(program())
+
+
+def test_an_error_of_a_wait_that_was_cancelled_is_not_logged_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[Any] = []
+
+    async def program() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+        task = asyncio.ensure_future(rollout.wait_async(1))
+        await asyncio.to_thread(has_begun.wait)
+        task.cancel()
+        await asyncio.sleep(0)
+        may_fail.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        del task
+        gc.collect()
+        await asyncio.sleep(0)
+
+    def fails(*_: Any) -> None:
+        has_begun.set()
+        may_fail.wait()
+        raise RolloutError("planted")
+
+    has_begun, may_fail = threading.Event(), threading.Event()
+    with controller() as rollout:
+        monkeypatch.setattr(rollout._waiting, "until", fails)
+        asyncio.run(program())
+    assert not lost
+
+
+def test_a_wait_async_that_is_cancelled_again_ends_after_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread takes the trainer's devices back: the trainer may not go on before."""
+
+    async def program() -> None:
+        task = asyncio.ensure_future(rollout.wait_async(1))
+        await asyncio.to_thread(has_begun.wait)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        has_ended_early = task.done()
+        is_taken_back.set()
+        await asyncio.wait([task])
+        assert not has_ended_early and task.cancelled()
+
+    def takes_back(*_: Any) -> bool:
+        has_begun.set()
+        return is_taken_back.wait()
+
+    has_begun, is_taken_back = threading.Event(), threading.Event()
+    with controller() as rollout:
+        monkeypatch.setattr(rollout._waiting, "until", takes_back)
+        asyncio.run(program())
 
 
 @pytest.mark.parametrize("is_saved_by_the_loader", [False, True])

@@ -87,7 +87,11 @@ class SglangExecutor(ReplicaExecutor):
         self._store = StoreFolder()
         os.environ[FOLDER] = folder = _checked(self._store.path)
         processes = WorkerProcesses(
-            self.context, self._num_shards, self._name_of, reports_errors=False, clean_up=self._remove_memory
+            self.context,
+            self._num_shards,
+            partial(self._name_of, folder),  # the variable is another's when a later executor builds in this process
+            reports_errors=False,
+            clean_up=self._remove_memory,
         )
         self._processes = processes
         with processes.needed_for("build"):
@@ -109,12 +113,12 @@ class SglangExecutor(ReplicaExecutor):
         if self._host_memory is not None:
             self._call(SglangShard.reserve, *self._host_memory)
 
-    def _name_of(self, process: BaseProcess) -> str:
+    def _name_of(self, folder: str, process: BaseProcess) -> str:
         ranks = {pid: rank for rank, pid in self._calls.pids.items()} if self._calls is not None else {}
         where = [f"process {process.pid}"]
         if (rank := ranks.get(process.pid or 0)) is not None:
             where += [f"tensor-parallel rank {rank}", self.context.devices[rank]]
-        words = last_words(os.environ[FOLDER], process.pid)
+        words = last_words(folder, process.pid)
         return f"SGLang's scheduler ({', '.join(where)})" + (f" after {words!r}" if words else "")
 
     def _remove_memory(self) -> None:

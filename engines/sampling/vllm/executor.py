@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from rlcore.engines.launchers.runtime_files import StoreFolder
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.engines.sampling.params import SamplingParams
@@ -44,6 +45,8 @@ class VllmExecutor(ReplicaExecutor):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: VllmEngine | None = None
+        self._store = StoreFolder() if context.store else None
+        """The folder of this replica's files; that of the workers is on no disk where they are on several hosts."""
 
     @classmethod
     def check(cls, path: Path, options: Mapping[str, Any], python: str | os.PathLike[str] | None) -> None:
@@ -87,7 +90,8 @@ class VllmExecutor(ReplicaExecutor):
             self.context.process_group(_RENDEZVOUS_S)  # vLLM takes the default group for its world
         processes = vllm_processes(self.context)
         with processes.needed_for("build"):
-            engine = versions.new_engine(arguments, self.context.rank, self.device.index, self.context.store)
+            folder = self._store.path if self._store is not None else ""
+            engine = versions.new_engine(arguments, self.context.rank, self.device.index, folder)
         reader.max_positions = engine.vllm_config.model_config.max_model_len
         self._engine, self._replica = engine, Replica(engine, processes, reader, self.device.activate)
         if self.device.spec.is_host or engine_args.get("load_format") != "dummy":  # "dummy" weights are in no folder
@@ -118,6 +122,8 @@ class VllmExecutor(ReplicaExecutor):
     def close(self) -> None:
         if self._engine is not None:
             self._replica.close()
+        if self._store is not None:
+            self._store.remove()
         if self._engine is None or not self._is_rank:
             super().close()
             return

@@ -20,6 +20,8 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.sglang import arguments, versions
 from rlcore.engines.sampling.sglang import executor as executors
 from rlcore.engines.sampling.sglang.executor import SglangExecutor
+from rlcore.engines.sampling.sglang.scheduler_process import _WORDS
+from rlcore.engines.sampling.sglang.scheduler_process import FOLDER as FOLDER_VARIABLE
 from rlcore.errors import CheckpointError, InvalidInputError, MissingDependencyError, UnsupportedError
 from rlcore.process.guard import FAMILY
 
@@ -172,6 +174,24 @@ def test_each_replica_has_a_folder_of_its_own_for_its_sockets(
     for folder, executor in found:
         executor.close()
         assert not folder.exists()
+
+
+def test_the_last_words_of_a_scheduler_are_read_in_the_folder_of_its_own_replica(
+    new_engine: mock.Mock, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path
+) -> None:
+    """Two executors in one process: the variable names the folder of the later."""
+    monkeypatch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
+    monkeypatch.setattr(executors, "remove_memory", lambda files: None)  # only a worker's process can tell its own
+    made = [SglangExecutor(WorkerContext("the inference engine", 0, 1, "cpu:0", 1)) for _ in range(2)]
+    with mock.patch.dict(os.environ):
+        for number, executor in enumerate(made):
+            with pytest.raises(InvalidInputError, match="no engine is made"):
+                executor.build("model", attention_backend="triton")
+            Path(os.environ[FOLDER_VARIABLE], f"{_WORDS}7").write_text(f"words of {number}")
+        name_of: Any = executors.WorkerProcesses.call_args_list[0].args[2]  # type: ignore[attr-defined]
+        assert name_of(SimpleNamespace(pid=7)).endswith("after 'words of 0'")
+    for executor in made:
+        executor.close()
 
 
 def test_experts_of_a_host_are_refused_where_sglang_would_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:

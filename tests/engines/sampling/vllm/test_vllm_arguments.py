@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.vllm import arguments, versions
+from rlcore.engines.sampling.vllm import executor as executors
 from rlcore.engines.sampling.vllm.executor import VllmExecutor
 from rlcore.errors import InvalidInputError, MissingDependencyError, UnsupportedError
 
@@ -145,3 +147,28 @@ def test_experts_are_returned_on_gpus_alone(qwen2_folder: Path) -> None:
     executor = VllmExecutor(WorkerContext("the engine", 0, 1, device_name="cpu:0", number=0, devices=("cpu:0",)))
     with pytest.raises(UnsupportedError, match=r"^enable_return_routed_experts on cpu:0 is not supported: vLLM's"):
         executor.build(qwen2_folder, enable_return_routed_experts=True)
+
+
+@pytest.mark.parametrize("store", ["the folder of all workers of the engine", "ray-store:0"])
+def test_each_replica_has_a_folder_of_its_own_for_its_files(
+    store: str, monkeypatch: pytest.MonkeyPatch, short_runtime_folder: Path
+) -> None:
+    """Workers on several hosts meet in what is no folder."""
+    monkeypatch.setattr(executors, "check_model_folder", lambda path: FOLDER)
+    monkeypatch.setattr(executors, "engine_arguments", lambda given, *_: dict(given))
+    monkeypatch.setattr(executors, "PromptReader", lambda *_: None)
+    monkeypatch.setattr(versions, "prepare", lambda **_: "0.26")
+    monkeypatch.setattr(versions, "check_platform", lambda *_: None)
+    new_engine = mock.Mock(side_effect=InvalidInputError("no engine is made"))
+    monkeypatch.setattr(versions, "new_engine", new_engine)
+    found = []
+    for rank in range(2):
+        device = f"cpu:{rank}"
+        executor = VllmExecutor(WorkerContext("the inference engine", rank, 2, device, 1, (device,), store=store))
+        with pytest.raises(InvalidInputError, match="no engine is made"):
+            executor.build("model")
+        found.append((Path(new_engine.call_args.args[3]), executor))
+    assert len({folder for folder, _ in found if folder.is_dir() and folder.parent == short_runtime_folder}) == 2
+    for folder, executor in found:
+        executor.close()
+        assert not folder.exists()
