@@ -118,7 +118,7 @@ def packed_hidden_states(
         ),
         group=group,
         are_long=implementation is None and are_long(calls, _whole(decoder).config.num_hidden_layers, runs),
-        is_lone=sum(count for count, _ in runs) == 1,
+        num_padding=len(input_ids) - num_tokens,
     )
     # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
     # parameters have the compute dtype.
