@@ -164,8 +164,8 @@ in place, but not while a dispatch mode sees it: see ``reuses_gradient``. Since 
 HOST_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention
 MASKED_ATTENTION = _aten._scaled_dot_product_efficient_attention
-"""The operators of ``scaled_dot_product_attention`` on a host, on an accelerator, and there with a mask; on the meta
-device the public function holds all scores. Since torch 2.10."""
+"""The operators of ``scaled_dot_product_attention`` on a host, on an accelerator, and there with a mask or values of
+another width than queries; on the meta device the public function holds all scores. Since torch 2.10."""
 
 
 def reuses_gradient(gradient: Tensor) -> bool:

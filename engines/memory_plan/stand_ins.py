@@ -165,7 +165,7 @@ def _attend(  # noqa: PLR0917  # the arguments of torch's function
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
         found = HOST_ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **common)
-    elif attn_mask is None and query.dtype != torch.float32:
+    elif attn_mask is None and query.dtype != torch.float32 and value.shape[-1] == query.shape[-1]:
         found = FLASH_ATTENTION(query, key, value, dropout_p, is_causal, **common)
     else:
         if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -168,7 +168,7 @@ def plan(
     Raises:
         InvalidInputError: a value that is not accepted, or numbers that do not go together.
         CheckpointError: no model can be made of what was given.
-        UnsupportedError: the model's forward needs values.
+        UnsupportedError: the model's forward needs values, or its code fails on meta tensors.
     """
     found, target = planned_model(model, lora=lora, optimizer=optimizer), hardware(device, memory_bytes)
     common = {"compute_dtype": "bfloat16"} if options is None else dict(options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from rlcore.engines.executors.materialize import retype
 from rlcore.engines.fsdp2.sharding import Sharding
 from rlcore.engines.memory_plan.ranks import GatheredBytes, gathered
 from rlcore.engines.memory_plan.trainer import PhasePeak, PlannedTrainer, batch_of, score_options, step_options
-from rlcore.errors import CheckpointError, one_line
+from rlcore.errors import RlcoreError, UnsupportedError, one_line
 from rlcore.kernels.losses.policy import ppo_clip
 from rlcore.planning.hardware import Hardware
 from rlcore.planning.layout import Recompute
@@ -90,11 +92,12 @@ class Traces:
     def _trace(self, sharding: Sharding, max_tokens: int) -> StepTrace:
         """Score a full micro-batch, and train a step of two: the allocator keeps what earlier ones have left it."""
         lengths, options = self.lengths(max_tokens), step_options(max_tokens)
-        scorer = self._trainer(sharding)
-        scorer.make_optimizer_state()
-        score = scorer.score(batch_of(lengths, self.prompt_tokens), score_options(max_tokens))
         batch = batch_of(lengths * _MICRO_BATCHES, self.prompt_tokens)
-        train = self._trainer(sharding).train_settled(batch, ppo_clip(), options)
+        with _on_meta_tensors(f"a step of {self.model.name}"):
+            scorer = self._trainer(sharding)
+            scorer.make_optimizer_state()
+            score = scorer.score(batch_of(lengths, self.prompt_tokens), score_options(max_tokens))
+            train = self._trainer(sharding).train_settled(batch, ppo_clip(), options)
         return StepTrace(score, replace(train, flops=train.flops // _MICRO_BATCHES))
 
     def _trainer(self, sharding: Sharding) -> PlannedTrainer:
@@ -107,7 +110,7 @@ def cache_bytes_per_token(model: PlannedModel) -> int:
     Layers that keep one state for a whole sequence, as linear attention does, hold nothing for a token.
 
     Raises:
-        CheckpointError: the model's own code fails on its configuration.
+        UnsupportedError: the model's own code fails on meta tensors.
     """
     if model.config is None:
         return 0
@@ -116,12 +119,22 @@ def cache_bytes_per_token(model: PlannedModel) -> int:
     with torch.device("meta"), torch.no_grad():
         decoder.to("meta")
         tokens = torch.zeros(1, num_tokens, dtype=torch.long)
-        try:
+        with _on_meta_tensors(f"the keys and values of {model.name}"):
             output = decoder(input_ids=tokens, use_cache=True)
-        except Exception as error:  # of the model's own code
-            raise CheckpointError(
-                f"{model.name} cannot sample: its code fails with {one_line(error)}; mend its config.json"
-            ) from error
     layers = getattr(getattr(output, "past_key_values", None), "layers", ())
     held = [layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None]
     return int(sum(held)) // num_tokens
+
+
+@contextlib.contextmanager
+def _on_meta_tensors(part: str) -> Iterator[None]:
+    """Inside, what the model's own code raises says that there is no plan of ``part``.
+
+    It may be a fault of the configuration, or of code that needs values and works elsewhere: its own text tells.
+    """
+    try:
+        yield
+    except RlcoreError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"a plan of {part}", f"its code fails on meta tensors with {one_line(error)}") from error

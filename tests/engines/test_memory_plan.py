@@ -351,6 +351,20 @@ def test_stand_ins_go_and_leave_other_tensors_alone() -> None:
         torch.is_autocast_enabled("meta")
 
 
+@pytest.mark.parametrize("device", [GPU, HOST], ids=["gpu", "host"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention_is_as_wide_as_its_values(device: PlannedDevice, dtype: torch.dtype, has_mask: bool) -> None:
+    query = torch.empty(2, 4, 32, 24, device="meta", dtype=dtype, requires_grad=True)
+    value = torch.empty(2, 4, 32, 16, device="meta", dtype=dtype, requires_grad=True)
+    mask = torch.ones(2, 1, 32, 32, device="meta", dtype=torch.bool) if has_mask else None
+    with stand_ins(device):
+        found = torch.nn.functional.scaled_dot_product_attention(query, query, value, mask, is_causal=not has_mask)
+        assert found.shape == value.shape
+        found.sum().backward()
+    assert value.grad is not None and value.grad.shape == value.shape
+
+
 def test_attention_with_softcap_takes_what_flex_attention_takes() -> None:
     query = torch.empty(1, 4, 32, 16, device="meta", requires_grad=True)
     key = torch.empty(1, 2, 32, 16, device="meta", requires_grad=True)

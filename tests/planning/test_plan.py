@@ -161,10 +161,28 @@ def test_a_model_without_a_cache_leaves_the_device_for_none(tmp_path: Path) -> N
     assert plan.fits and plan.best.layout.offload == () and plan.best.kv_tokens == 0
 
 
-def test_a_configuration_that_the_models_own_code_cannot_run_is_named(tmp_path: Path) -> None:
-    config = CONFIG | {"hidden_size": 320, "num_attention_heads": 5}
-    with pytest.raises(CheckpointError, match=r"cannot sample: its code fails with RuntimeError: .*mend its config"):
-        rlcore.plan(_written(tmp_path, config), device="h200", **FIXED)
+JETMOE = {
+    "model_type": "jetmoe", "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "kv_channels": 16,
+    "num_key_value_heads": 2, "num_hidden_layers": 1, "num_local_experts": 2, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sampler", "part"), [(True, "the keys and values"), (False, "a step")])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG | {"hidden_size": 320, "num_attention_heads": 5},
+        JETMOE,  # it runs, but not without values
+    ],
+    ids=["heads that key heads do not divide", "jetmoe"],
+)
+def test_a_configuration_that_the_models_own_code_cannot_run_is_named(
+    tmp_path: Path, config: dict[str, Any], sampler: bool, part: str
+) -> None:
+    told = rf"a plan of {part} of .* is not supported: its code fails on meta tensors with [A-Za-z]+Error: "
+    with pytest.raises(UnsupportedError, match=told) as failed:
+        rlcore.plan(_written(tmp_path, config), device="h200", sampler=sampler, **FIXED)
+    assert "config.json" not in str(failed.value)
 
 
 def test_latent_attention_is_planned_whose_values_are_narrower_than_its_keys(tmp_path: Path) -> None:
