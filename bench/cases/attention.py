@@ -114,7 +114,7 @@ def _prepare_long(backward: bool, device: Device) -> Work:
     layer = SimpleNamespace(training=True, is_causal=True, num_key_value_groups=N // kv_heads)
 
     def by_packed(name: str) -> Tensor:
-        packed = PackedSequences(cu_seqlens, (L,), {}, lambda *_: name, is_lone=True)
+        packed = PackedSequences(cu_seqlens, (L,), {}, lambda *_: name)
         attend = implementations(device.type)[name].attend
         return attend(layer, q, k, v, packed, own="sdpa", scaling=D**-0.5).transpose(1, 2)
 

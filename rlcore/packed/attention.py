@@ -118,7 +118,7 @@ def packed_hidden_states(
         ),
         group=group,
         are_long=implementation is None and are_long(calls, _whole(decoder).config.num_hidden_layers, runs),
-        is_lone=sum(count for count, _ in runs) == 1,
+        num_padding=len(input_ids) - num_tokens,
     )
     # The choice is made before a compiled block asks for it, which would break its graph. In FSDP's forward the root's
     # parameters have the compute dtype.
@@ -180,13 +180,17 @@ def split_heads(decoder: nn.Module, num_ranks: int) -> None:
     _plans.pop(decoder, None)
 
 
-def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
-    """Return what ``packed_hidden_states`` runs on ``device`` for attention in ``dtype``, and why not the others."""
+def explain(decoder: nn.Module, device: torch.device, dtype: torch.dtype, *, of_long: bool = False) -> AttentionChoice:
+    """Return what ``packed_hidden_states`` runs on ``device`` for attention in ``dtype``, and why not the others.
+
+    Args:
+        of_long: for packs that ``choice.are_long``.
+    """
     plan = _plan(decoder)
     reason = plan.eligibility.reason
     if reason is not None:
         return AttentionChoice("padded", tuple((name, reason) for name in implementations(device.type)))
-    return choose(_calls(decoder, plan), device, dtype, reasons=plan.reasons)
+    return choose(_calls(decoder, plan), device, dtype, of_long=of_long, reasons=plan.reasons)
 
 
 def _calls(decoder: Any, plan: _DecoderPlan) -> frozenset[AttentionCall]:

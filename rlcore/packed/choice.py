@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 OPERATOR = "packed_attention"
 _PROBE_LENGTHS = (1, 37, 5, 150)  # one token, odd lengths, and more than one block of 128
+_LONG_PROBE_LENGTHS = ((37, 150, 150, 5), (150,))
+"""Packs for ``long_sequences``: one with a batch of equal lengths, and a lone sequence, which has a path of its own."""
 _PROBE_WINDOW = 16
 _FLASH_ARCH, _FLASH_HEAD = 80, 256
 """The first architecture and the largest head of torch's own kernels of flash attention."""
@@ -124,8 +126,8 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS = {
     "flash_attention_3": Implementation(attend_flash(3), _flash_3_lacks),
-    "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
     LONG: Implementation(attend_long, _long_lacks),
+    "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
     "varlen_attn": Implementation(attend_varlen, _varlen_lacks),
     "flex_attention": Implementation(attend_flex, _flex_lacks, prepare_flex),
     "per_sequence": Implementation(attend_per_sequence, _nothing_lacks),
@@ -218,7 +220,10 @@ def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.d
 
 def _why_not_short(name: str, call: AttentionCall, device: torch.device, dtype: torch.dtype) -> str:
     """Return the reason why what is for long sequences does not run others; nothing is tried."""
-    for_long = f"it runs packs of which each run of one length has {_LONG_WORK:.0e} operations, and no others"
+    for_long = (
+        f"it runs only packs in which every run of equal lengths has at least {_LONG_WORK:.0e} multiplications and "
+        "additions; ask with of_long=True"
+    )
     return implementations(device.type)[name].lacks(call, device) or for_long
 
 
@@ -268,15 +273,22 @@ def _probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torch.dev
     """Return the reason why the results or gradients of ``name`` are wrong, or None."""
     if name == LONG and not _runs_by_cudnn(call, device, dtype):
         return f"torch takes another kernel than cuDNN's for it in {dtype}"
+    packs = _LONG_PROBE_LENGTHS if name == LONG else (_PROBE_LENGTHS,)
+    return next(filter(None, (_fault(name, call, dtype, device, lengths) for lengths in packs)), None)
+
+
+def _fault(
+    name: str, call: AttentionCall, dtype: torch.dtype, device: torch.device, lengths: tuple[int, ...]
+) -> str | None:
     call = call._replace(window=call.window and _PROBE_WINDOW)
-    total = sum(_PROBE_LENGTHS)
+    total = sum(lengths)
     sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]
     generator = torch.Generator().manual_seed(0)
     qkv = [torch.randn(1, heads, total, width, generator=generator) for heads, width in sizes]
     weight = torch.randn(1, total, call.query_heads, call.value_dim, generator=generator).to(device)
     sinks = torch.randn(call.query_heads, generator=generator).to(device, dtype) if call.has_sinks else None
-    cu_seqlens = torch.tensor([0, *_PROBE_LENGTHS], device=device).cumsum(0).int()
-    packed = PackedSequences(cu_seqlens, _PROBE_LENGTHS, {}, lambda *_: name)
+    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    packed = PackedSequences(cu_seqlens, lengths, {}, lambda *_: name)
     module = SimpleNamespace(training=True, is_causal=True)
     options = {"scaling": call.head_dim**-0.5, "sliding_window": call.window, "softcap": call.softcap, "s_aux": sinks}
 

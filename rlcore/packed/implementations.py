@@ -41,7 +41,7 @@ class PackedSequences:
         group: SequenceGroup | None = None,
         *,
         are_long: bool = False,
-        is_lone: bool = False,
+        num_padding: int = 0,
     ) -> None:
         """
         Args:
@@ -50,7 +50,7 @@ class PackedSequences:
             choose: returns the implementation for a device, a dtype, and whether the pack is long.
             group: the ranks that share the row, each of which attends with some of the heads.
             are_long: ``choice.are_long`` of the sequences.
-            is_lone: the row is one sequence, with nothing behind it but padding.
+            num_padding: tokens of padding, which are the last of ``lengths`` where there are some.
         """
         self.cu_seqlens = cu_seqlens
         self.lengths = lengths
@@ -61,8 +61,11 @@ class PackedSequences:
         self.group = group
         self.block_masks: dict[int | None, BlockMask] = {}
         self.are_long = are_long
-        self.is_lone = is_lone
-        self.are_long_in_graphs = are_long and is_lone
+        self.num_padding = num_padding
+        self.unpadded = lengths[:-1] if num_padding else lengths
+        self.is_lone = sum(length > 0 for length in self.unpadded) == 1
+        """The row is one sequence, with nothing behind it but padding."""
+        self.are_long_in_graphs = are_long and self.is_lone
         """A loop over long sequences would break the graph of a compiled block."""
         self.rounded_total = rounded(sum(lengths))
 
@@ -185,6 +188,7 @@ def attend_long(
 
     On Hopper torch takes cuDNN's kernel for it, which has no form for sequences of several lengths. A lone sequence
     stays in the graph of a compiled block; padding behind it is attended as a part of it, which no earlier token sees.
+    Padding behind several gets zeros, because cuDNN would plan for its length.
     """
     qkv = cast_alike(query, key, value)
     if packed.is_lone:
@@ -196,11 +200,12 @@ def attend_long(
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as that of ``attend_per_sequence``
 def _attend_long_runs(qkv: list[Tensor], packed: PackedSequences, scaling: float) -> Tensor:
     outputs, start = [], 0
-    for count, length in packed.runs:
+    for count, length in runs_of(packed.unpadded):
         rows = slice(start, start + count * length)
         parts = [_sequences(x, rows, count) for x in qkv]
         outputs.append(_attend_rounded(parts, rounded(length), scaling).flatten(0, 1))
         start = rows.stop
+    outputs.append(outputs[0].new_zeros(packed.num_padding, *outputs[0].shape[1:]))
     return torch.cat(outputs)[None]
 
 

@@ -852,12 +852,33 @@ def test_other_attention_of_long_sequences_is_refused() -> None:
     )
 
 
-def test_explain_tells_of_long_sequences(ran: list[str]) -> None:
-    assert dict(explain_cpu(make("qwen3")).refused)[LONG].startswith(
-        "it runs packs of which each run of one length has "
+def test_explain_tells_of_long_sequences(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, cpu = make("qwen3"), torch.device("cpu")
+    monkeypatch.setattr(packed_choice, "_LONG_WORK", 1e13)
+    assert dict(explain_cpu(decoder).refused)[LONG] == (
+        "it runs only packs in which every run of equal lengths has at least 1e+13 multiplications and additions; "
+        "ask with of_long=True"
     )
-    call, cpu = frozenset([CALLS["plain"]]), torch.device("cpu")
-    assert packed_choice.choose(call, cpu, torch.float32, of_long=True).implementation == LONG
+    assert explain(decoder, cpu, torch.float32, of_long=True).implementation == LONG
+    monkeypatch.setattr(packed_choice, "_runs_by_cudnn", lambda *_: False)
+    choice = explain(make("qwen3"), cpu, torch.float32, of_long=True)
+    assert (choice.implementation, dict(choice.refused)[LONG]) == (
+        "per_sequence",
+        "torch takes another kernel than cuDNN's for it in torch.float32",
+    )
+
+
+def test_an_installed_flash_attn_2_runs_packs_that_are_not_long(
+    ran: list[str], fake_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, cpu = make("qwen3"), torch.device("cpu")
+    run(decoder, ALONE)
+    assert ran[-2:] == [LONG] * 2
+    ran.clear()
+    run(decoder, SHORT)
+    assert ran == [] and implementation_of(decoder) == "flash_attention_2"
+    monkeypatch.setattr(packed_choice, "is_flash_attn_3_available", lambda: True)
+    assert explain(make("qwen3"), cpu, torch.float32, of_long=True).implementation == "flash_attention_3"
 
 
 def test_a_plan_counts_long_sequences_as_any() -> None:
@@ -867,7 +888,7 @@ def test_a_plan_counts_long_sequences_as_any() -> None:
     assert dict(choice.refused)[LONG] == "it is not planned with on cuda"
 
 
-@pytest.mark.parametrize("defect", ["not causal", "cut off", "unscaled"])
+@pytest.mark.parametrize("defect", ["not causal", "cut off", "unscaled", "one batch"])
 def test_the_probe_finds_a_defect_of_long_sequences(
     defect: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -876,6 +897,8 @@ def test_the_probe_finds_a_defect_of_long_sequences(
     def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if defect == "cut off":
             key = torch.cat([key[:, :, :-1], torch.zeros_like(key[:, :, -1:])], 2)
+        if defect == "one batch":
+            key = key[:1].expand_as(key)
         changes: dict[str, dict[str, Any]] = {"not causal": {"is_causal": False}, "unscaled": {"scale": 1.0}}
         return plain(query, key, value, **options | changes.get(defect, {}))
 
@@ -883,6 +906,17 @@ def test_the_probe_finds_a_defect_of_long_sequences(
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attend)
     reason = packed_choice.why_not(LONG, CALLS["plain"], torch.device("cpu"), torch.float32)
     assert reason is not None and reason.startswith("its probe gave a wrong ")
+
+
+def test_the_probe_finds_a_defect_of_a_lone_sequence(ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = packed_choice.IMPLEMENTATIONS[LONG].attend
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, packed: Any, **options: Any) -> Tensor:
+        return plain(module, query, key, value, packed, **options | ({"scaling": 1.0} if packed.is_lone else {}))
+
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, LONG, Implementation(attend, lambda *_: None))
+    reason = packed_choice.why_not(LONG, CALLS["plain"], torch.device("cpu"), torch.float32)
+    assert reason is not None and reason.startswith("its probe gave a wrong output")
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
@@ -1017,7 +1051,7 @@ def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     if not packed_choice._runs_by_cudnn(AttentionCall(4, 2, 64, 64), torch.device("cuda"), torch.bfloat16):
         pytest.skip("torch prefers another kernel than cuDNN's here")
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 4 * 64 * 512**2)
-    for version in (2, 3):  # they come first where they are installed
+    for version in (2, 3):  # where they are installed, 3 runs long sequences and 2 others
         monkeypatch.setattr(packed_choice, f"is_flash_attn_{version}_available", lambda: False)
     return make("llama", head_dim=64, hidden_size=128, initializer_range=0.1).to("cuda", torch.bfloat16)
 

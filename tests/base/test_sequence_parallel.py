@@ -19,6 +19,7 @@ from tests.accuracy import assert_as_accurate, assert_same_bits
 transformers = pytest.importorskip("transformers")
 
 from rlcore.packed import choice as packed_choice  # noqa: E402  # they import transformers
+from rlcore.packed import implementations as packed_implementations  # noqa: E402
 from rlcore.packed import sequence_parallel  # noqa: E402
 from rlcore.packed.attention import explain, packed_hidden_states, share_sequences, why_not_shared  # noqa: E402
 
@@ -124,8 +125,19 @@ def test_ranks_compute_what_one_does(
 
 @pytest.mark.parametrize("lengths", [(37,), (40,), (37, 30)], ids=str)
 def test_ranks_share_long_sequences(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that does not divide among the ranks has padding behind it, which a lone sequence is computed with."""
+    """A row that does not divide among the ranks has padding behind it, which a lone sequence is computed with.
+
+    Several are not, and nothing plans for the length of the padding.
+    """
     seen: list[int] = []
+    ran_here = (packed_choice.LONG, "per_sequence")
+    planned: set[int] = set()
+    rounded = packed_implementations._attend_rounded
+
+    def watched(qkv: list[Tensor], longer: int, scaling: float) -> Tensor:
+        planned.add(longer)
+        return rounded(qkv, longer, scaling)
+
     attend = packed_choice.IMPLEMENTATIONS[packed_choice.LONG].attend
 
     def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, packed: Any, **options: Any) -> Tensor:
@@ -141,9 +153,12 @@ def test_ranks_share_long_sequences(lengths: tuple[int, ...], monkeypatch: pytes
     long = packed_choice.Implementation(counted, lambda *_: None)
     monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, packed_choice.LONG, long)
     monkeypatch.setattr(packed_choice, "_runs_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(packed_choice, "why_not", lambda name, *_: None if name in ran_here else "no")
+    monkeypatch.setattr(packed_implementations, "_attend_rounded", watched)
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 16 * 30**2)
     hidden, found = shared(decoder, 2, lengths)
     assert seen == [2] * 4, "half of the heads, on 2 ranks, in 2 layers"
+    assert planned == {packed_implementations.rounded(length) for length in lengths}
     assert_as_accurate(hidden, alone, exact)
     assert_as_accurate(found, expected, true)
 
