@@ -7,7 +7,7 @@ asks here which device is meant. Outside of a plan nothing changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -40,11 +40,11 @@ Apart = Callable[[], AbstractContextManager[object]]
 """Makes a context for what a process does once, which is no part of the step that it is planned in."""
 
 _planned: ContextVar[PlannedDevice | None] = ContextVar("rlcore_planned_device", default=None)
-_apart: ContextVar[Apart] = ContextVar("rlcore_planned_apart", default=nullcontext)
+_apart: ContextVar[Apart | None] = ContextVar("rlcore_planned_apart", default=None)
 
 
 @contextmanager
-def planning_for(device: PlannedDevice, apart: Apart = nullcontext) -> Iterator[None]:
+def planning_for(device: PlannedDevice, apart: Apart | None = None) -> Iterator[None]:
     """Let meta tensors of this thread stand for tensors on ``device``."""
     tokens = _planned.set(device), _apart.set(apart)
     try:
@@ -54,9 +54,10 @@ def planning_for(device: PlannedDevice, apart: Apart = nullcontext) -> Iterator[
         _apart.reset(tokens[1])
 
 
-def apart_from_step() -> AbstractContextManager[object]:
-    """Return the context for what happens once, whatever step is planned now."""
-    return _apart.get()()
+def apart_from_step() -> AbstractContextManager[object] | None:
+    """Return the context for what happens once, whatever step is planned now; None where nobody counts memory."""
+    apart = _apart.get()
+    return None if apart is None else apart()
 
 
 def planned_device(device: torch.device) -> PlannedDevice | None:

@@ -209,8 +209,9 @@ def why_not(name: str, call: AttentionCall, device: torch.device, dtype: torch.d
     planned = planned_device(device)
     if planned is not None:
         reason = _why_not_planned(name, call, planned, dtype)
-        if reason is None and name != "per_sequence":
-            _plan_probe(name, call, dtype, device)
+        if reason is None and name != "per_sequence" and (apart := apart_from_step()) is not None:
+            with apart:
+                _plan_probe(name, call, dtype, device)
         return reason
     reason = implementations(device.type)[name].lacks(call, device)
     if reason is not None or name == "per_sequence":
@@ -261,7 +262,7 @@ def _plan_probe(name: str, call: AttentionCall, dtype: torch.dtype, device: torc
 
     A thread of its own would not be seen by the plan. So what a thread would not have is set aside here.
     """
-    with apart_from_step(), torch.inference_mode(mode=False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
+    with torch.inference_mode(mode=False), torch.enable_grad(), saved_tensors_hooks(_same, _same):
         _probe(name, call, dtype, device)
 
 
