@@ -27,7 +27,7 @@ OPTIONS = {
     "discounted_return": frozenset(),
     _COPY: frozenset(),
     _NORM: frozenset(),
-    _PACKED: frozenset({"window", "softcap", "sinks", "dropout"}),
+    _PACKED: frozenset({"window", "softcap", "sinks", "dropout", "long"}),
 }
 """The options that each operator of rlcore can put into ``Query.options``; operators of plugins may put others."""
 
@@ -117,4 +117,5 @@ def _of_packed_attention(
         has_sinks="sinks" in options,
         has_dropout="dropout" in options,
     )
-    return Explanation(*choose_attention(frozenset({call}), device, dtype, implementation))
+    choice = choose_attention(frozenset({call}), device, dtype, implementation, of_long="long" in options)
+    return Explanation(*choice)

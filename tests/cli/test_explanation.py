@@ -62,7 +62,7 @@ def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.Monke
             "got 'entropi'; did you mean 'entropy'?",
         ),
         ("gae", "entropy", "--option must be left out for gae, got 'entropy'"),
-        ("packed_attention", "mask", "--option must be one of dropout, sinks, softcap, window for packed_attention,"),
+        ("packed_attention", "mask", "--option must be one of dropout, long, sinks, softcap, window for packed_attention,"),
     ],
 )
 def test_an_option_that_the_operator_does_not_have_is_refused(op: str, option: str, told: str) -> None:
@@ -90,12 +90,13 @@ def test_packed_attention_is_told_as_it_runs() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 8}
     decoder = Qwen2Model(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
     input_ids, cu_seqlens = torch.arange(6), torch.tensor([0, 2, 6], dtype=torch.int32)
+    told = dict(asked("packed_attention", "long").refused)  # by name, it is asked as for packs that are long
     for implementation in (found.implementation, *(name for name, _ in found.refused)):
         is_chosen = implementation == found.implementation
         try:
             packed_hidden_states(decoder, input_ids, cu_seqlens, implementation=implementation)
             assert is_chosen
         except UnsupportedError as error:
-            assert not is_chosen and dict(found.refused)[implementation] in str(error)
+            assert not is_chosen and told[implementation] in str(error)
     with pytest.raises(InvalidInputError, match=r"packed attention has flash_attention_3, .*; got 'magic'"):
         asked("packed_attention", implementation="magic")

@@ -10,7 +10,8 @@ import pytest
 from tests.rollout.measured_learning import Run, paired, table
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = sorted((ROOT / "bench" / "results" / "rollout").glob("*.json"))
+FOLDER = ROOT / "bench" / "results" / "rollout"
+RECORDS = sorted(FOLDER.glob("*.json"))
 
 
 def runs_of(record: Path) -> list[Run]:
@@ -32,7 +33,7 @@ def test_bounds_are_compared_with_the_synchronous_run_of_the_same_seed() -> None
     assert paired(runs, 20) == []
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("record", sorted(FOLDER.rglob("*.json")), ids=lambda path: path.stem)
 def test_no_recorded_run_broke_its_bound_or_threw_a_token_away(record: Path) -> None:
     for run in runs_of(record):
         stats = run["stats"]
