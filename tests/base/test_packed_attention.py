@@ -920,7 +920,7 @@ def test_the_probe_finds_a_defect_of_a_lone_sequence(ran: list[str], monkeypatch
 
 
 @pytest.mark.filterwarnings("ignore")  # of dynamo's own making
-@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("is_refused", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_blocks_have_one_more_graph_for_a_lone_long_sequence(
     is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

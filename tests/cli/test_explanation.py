@@ -62,7 +62,7 @@ def test_the_options_are_those_that_operators_ask_with(monkeypatch: pytest.Monke
             "got 'entropi'; did you mean 'entropy'?",
         ),
         ("gae", "entropy", "--option must be left out for gae, got 'entropy'"),
-        ("packed_attention", "mask", "--option must be one of dropout, long, sinks, softcap, window for packed_attention,"),
+        ("packed_attention", "mask", "--option must be one of dropout, long, sinks, softcap, window for packed_att"),
     ],
 )
 def test_an_option_that_the_operator_does_not_have_is_refused(op: str, option: str, told: str) -> None:

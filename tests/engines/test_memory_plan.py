@@ -142,6 +142,7 @@ def test_a_plan_for_a_gpu_is_what_was_measured(measured: tuple[str, str, int | N
         assert planned.reserved >= planned.allocated
 
 
+@pytest.mark.slow
 def test_what_the_start_of_a_process_leaves_is_planned_to_the_byte() -> None:
     """Where weights were copied and attention was tried decides where all later tensors lie: 1.24 GiB of this run."""
     model, setup = "llama-3.2-1b", "bfloat16, 24k, offload"
