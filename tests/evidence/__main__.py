@@ -69,7 +69,7 @@ class Free:
     cores: list[int]
     pythons: dict[str, str] = field(default_factory=dict)
     memory_gb: float = math.inf
-    """What each GPU has at least."""
+    """The least memory of any GPU, in GB."""
 
     def suffices(self, job: Job) -> bool:
         return len(self.gpus) >= job.gpus and len(self.cores) >= job.cores
