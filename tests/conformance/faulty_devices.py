@@ -103,7 +103,7 @@ def _without_nan(values: torch.Tensor) -> torch.Tensor:
 
 
 def _without_infinity(values: torch.Tensor) -> torch.Tensor:
-    return values.nan_to_num(nan=math.nan) if values.dtype in _WIDE else values
+    return values.where(~values.isinf(), torch.finfo(values.dtype).max) if values.dtype in _WIDE else values
 
 
 def _first_bytes(limit: int) -> Plant:
