@@ -20,8 +20,8 @@ from rlcore.registry import get_device
 
 PACKAGES = (
     "torch", "torch-npu", "triton", "triton-ascend", "numpy", "transformers", "safetensors", "peft", "vllm",
-    "vllm-ascend", "flash-attn", "liger-kernel", "trl", "cut-cross-entropy", "verl", "ray", "nvidia-ml-py", "pluggy",
-    "msgspec", "sglang", "deepspeed",
+    "vllm-ascend", "flash-attn", "flash-attn-4", "liger-kernel", "trl", "cut-cross-entropy", "verl", "ray",
+    "nvidia-ml-py", "pluggy", "msgspec", "sglang", "deepspeed",
 )  # fmt: skip
 """Whose versions are recorded where installed."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import time
@@ -97,17 +96,30 @@ def _import_torch() -> str:
     return f"{time.perf_counter() - start:.1f} s; back ends that it loads: {loaded}"
 
 
+_FLASH_ATTN = {
+    "flash-attn": (
+        "flash_attn",
+        "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps flash-attn",
+    ),
+    "flash-attn-4": ("flash_attn.cute", "pip install --force-reinstall flash-attn-4"),
+}
+"""Package -> what is imported of it, and the way to have it again. Both lie in one folder."""
+
+
 def flash_attn() -> CheckVerdict:
-    """Check flash-attn by importing it: it is compiled against one torch, which its metadata does not name."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return ok("not installed")
-    version = importlib.metadata.version("flash-attn")
-    try:
-        importlib.import_module("flash_attn")
-    except Exception as error:
-        rebuild = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps flash-attn"
-        return fail(f"{version} cannot be imported: {type(error).__name__}: {error}", rebuild)
-    return ok(version)
+    """Check flash-attn by importing it: 2 is compiled against one torch, which its metadata does not name."""
+    found = []
+    for package, (module, again) in _FLASH_ATTN.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return fail(f"{package} {version} cannot be imported: {type(error).__name__}: {error}", again)
+        found.append(f"{package} {version}")
+    return ok(", ".join(found) or "not installed")
 
 
 def device(kind: str) -> CheckVerdict:

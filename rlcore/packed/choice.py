@@ -7,6 +7,7 @@ the device, compared with plain torch. So the abilities of a device, a torch or 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from rlcore import probing
 from rlcore._torch_private import check_can_run_triton, takes_cudnn
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.packed.attention_call import AttentionCall
+from rlcore.packed.flash_4 import attend_flash_4
 from rlcore.packed.implementations import (
     PackedSequences,
     attend_flash,
@@ -86,6 +88,21 @@ def _flash_3_lacks(call: AttentionCall, device: torch.device) -> str | None:
     return _lacks(call, "has_sinks", "has_dropout")
 
 
+def is_flash_attn_4_installed() -> bool:
+    """Return True if the package is there: flash-attn 2 brings a folder of the same name, without what it needs."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _flash_4_lacks(call: AttentionCall, device: torch.device) -> str | None:
+    if not is_flash_attn_4_installed():
+        return "the package flash-attn-4 is not installed"
+    return _lacks(call, "has_dropout")
+
+
 def _varlen_lacks(call: AttentionCall, device: torch.device) -> str | None:
     lacks_window = "window_size" not in inspect.signature(varlen.varlen_attn).parameters
     of_torch = f"that of torch {torch.__version__} has no sliding windows" if lacks_window else None
@@ -126,6 +143,7 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS = {
     "flash_attention_3": Implementation(attend_flash(3), _flash_3_lacks),
+    "flash_attention_4": Implementation(attend_flash_4, _flash_4_lacks),
     LONG: Implementation(attend_long, _long_lacks),
     "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
     "varlen_attn": Implementation(attend_varlen, _varlen_lacks),

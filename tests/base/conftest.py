@@ -1,15 +1,20 @@
-"""Third-party plugins as real distributions: a module, metadata and an entry point in a folder on the path."""
+"""Third-party plugins as real distributions: a module, metadata and an entry point in a folder on the path.
+
+And flash-attn-4, which runs on GPUs alone, as if it were installed and ran here.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.base.flash_4_stand_in import FlashAttention4, modules_of
 from tests.warm import run_warm
 
 HEADER = """
@@ -83,3 +88,12 @@ def site_with_good_plugin(folder: Path) -> Site:
     site = Site(folder)
     site.install("good", GOOD)
     return site
+
+
+@pytest.fixture
+def flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> FlashAttention4:
+    made = FlashAttention4()
+    for name, module in modules_of(made).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("rlcore.packed.choice.is_flash_attn_4_installed", lambda: True)
+    return made

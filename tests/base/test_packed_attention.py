@@ -25,6 +25,7 @@ from rlcore.nn import HuggingFaceTrainModule
 from rlcore.planned import PlannedDevice, planning_for
 from rlcore.registry import OpImplementation, registry
 from tests.accuracy import assert_as_accurate, assert_same_bits
+from tests.base.flash_4_stand_in import FlashAttention4
 
 transformers = pytest.importorskip("transformers")
 
@@ -962,6 +963,9 @@ on_gpu = pytest.mark.parametrize(
         ("flex_attention", "gemma2", torch.bfloat16),
         ("flex_attention", "gpt_oss", torch.bfloat16),
         ("per_sequence", "gemma2", torch.bfloat16),
+        ("flash_attention_4", "qwen2", torch.bfloat16),
+        ("flash_attention_4", "gemma2", torch.float16),
+        ("flash_attention_4", "gpt_oss", torch.bfloat16),
     ],
 )
 GPU_SIZES = {"head_dim": 64, "hidden_size": 128, "query_pre_attn_scalar": 64, "initializer_range": 0.1}
@@ -994,6 +998,14 @@ def test_in_bfloat16_it_is_as_exact_as_padded(model_type: str) -> None:
     assert_as_exact_as_padded("per_sequence", model_type, torch.bfloat16, "cpu", LENGTHS)
 
 
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen2", "gemma2"))]
+)
+def test_an_installed_flash_attn_4_runs_all_packs(model_type: str, flash_attn_4: FlashAttention4) -> None:
+    assert implementation_of(make(model_type)) == "flash_attention_4"
+    assert_as_exact_as_padded("flash_attention_4", model_type, torch.bfloat16, "cpu", LENGTHS)
+
+
 def test_the_check_for_exactness_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(*args: Any, scaling: float, sliding_window: int | None = None, **_: Any) -> Tensor:
         return packed_choice._definition(
@@ -1011,6 +1023,8 @@ def test_the_check_for_exactness_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
 def test_on_the_gpu(name: str, model_type: str, dtype: torch.dtype) -> None:
     if name == "varlen_attn" and not HAS_WINDOWS:
         pytest.skip(f"the variable-length attention of torch {torch.__version__} has no sliding windows")
+    if name == "flash_attention_4" and not packed_choice.is_flash_attn_4_installed():
+        pytest.skip("flash-attn-4 is not installed")
     assert_as_exact_as_padded(name, model_type, dtype, "cuda", (1, 300, 17, 17, 129))
 
 
@@ -1020,7 +1034,12 @@ def test_on_the_gpu(name: str, model_type: str, dtype: torch.dtype) -> None:
 def test_nothing_leaks_on_the_gpu(dtype: torch.dtype) -> None:
     decoder = make("llama", head_dim=64).to("cuda", dtype)
     expected = "varlen_attn" if dtype == torch.bfloat16 and HAS_WINDOWS else "flex_attention"
-    assert implementation_of(decoder, dtype) in ("flash_attention_3", "flash_attention_2", expected)
+    assert implementation_of(decoder, dtype) in (
+        "flash_attention_3",
+        "flash_attention_4",
+        "flash_attention_2",
+        expected,
+    )
     test_changing_one_sequence_changes_no_bit_of_another(decoder)
 
 
@@ -1051,8 +1070,8 @@ def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     if not packed_choice._runs_by_cudnn(AttentionCall(4, 2, 64, 64), torch.device("cuda"), torch.bfloat16):
         pytest.skip("torch prefers another kernel than cuDNN's here")
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 4 * 64 * 512**2)
-    for version in (2, 3):  # where they are installed, 3 runs long sequences and 2 others
-        monkeypatch.setattr(packed_choice, f"is_flash_attn_{version}_available", lambda: False)
+    for name in ("is_flash_attn_2_available", "is_flash_attn_3_available", "is_flash_attn_4_installed"):
+        monkeypatch.setattr(packed_choice, name, lambda: False)  # which would run them or others
     return make("llama", head_dim=64, hidden_size=128, initializer_range=0.1).to("cuda", torch.bfloat16)
 
 
