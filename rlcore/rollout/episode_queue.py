@@ -140,8 +140,8 @@ class EpisodeQueue:
         return to_cancel
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain data; episodes that run are queued in it, and so are those whose sequences have images."""
-        plain = {number: one for number, one in self.ready.items() if not any(t.inputs for t in one.trajectories)}
+        """Return it as plain data; episodes that run are queued in it, and so are those that are no plain data."""
+        plain = {number: one for number, one in self.ready.items() if all(t.is_plain for t in one.trajectories)}
         again = self._running | {number: one.data for number, one in self.ready.items() if number not in plain}
         return {
             "format": _FORMAT,
