@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.weight_sync import endpoint, target
@@ -27,7 +27,7 @@ from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.session import SyncSession, _Round
 from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedTensors
-from rlcore.errors import InvalidInputError, SyncError, UnsupportedError
+from rlcore.errors import InvalidInputError, StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
 from rlcore.weights.view import WeightView
@@ -314,6 +314,74 @@ def test_weights_in_many_small_blocks_of_memory_are_opened_once_and_not_again(
         assert world.sync(route="direct").route == "direct", "where it is asked for"
         sender.revoke()
         check(world, Sizes(layers=layers))
+
+
+def _replace(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    setattr(owner, name, nn.Parameter(parameter.detach() + 1))
+
+
+def _give_other_data(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    parameter.data = parameter.detach() + 1
+
+
+def _swap(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() + 1))  # type: ignore[no-untyped-call]
+
+
+def _convert(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    owner.to(torch.bfloat16)
+
+
+def _write(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    parameter.detach().add_(1)
+
+
+@pytest.mark.parametrize("move", [_replace, _give_other_data, _swap, _convert])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_parameter_that_got_other_memory_is_sent_from_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch, route: Route, move: Callable[[Tensor, nn.Module, str], None]
+) -> None:
+    """By "direct" the receivers copied the old memory for ever, as versions that were called new."""
+    monkeypatch.setattr("rlcore.engines.weight_sync.transports.ipc_memory.sender_here", lambda epoch: None)
+    world = make(Sizes(layers=1))
+    if route == "local":
+        monkeypatch.undo()
+    embedding = world.module.embed
+    opened = []
+    for version, change in enumerate([_write, _write, move, _write, move]):
+        change(embedding.weight, embedding, "weight")
+        opened.append(world.sync(route=route, version=version).handles_opened)
+        check(world, Sizes(layers=1))
+    has_new_plan = move is _convert  # a trainer of another dtype is planned for anew, the first time
+    assert [count > 0 for count in opened] == {
+        "local": [False] * 5,
+        "direct": [True, False, True, False, not has_new_plan],
+        "packed": [True, False, has_new_plan, False, False],
+    }[route], "none where nothing has moved"
+
+
+def test_memory_that_has_moved_is_not_sent_while_a_receiver_holds_what_it_was(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round fails, and the next one takes the memory back again."""
+    monkeypatch.setattr("rlcore.engines.weight_sync.transports.ipc_memory.sender_here", lambda epoch: None)
+    world = make(Sizes(layers=1))
+    world.sync(route="direct")
+    _give_other_data(world.module.embed.weight, world.module.embed, "weight")
+    revoke, failing = type(get_device("cpu").memory).revoke, [True]
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        if failing:
+            raise StateError("a receiver does not let go")
+        revoke(*arguments, **options)
+
+    monkeypatch.setattr(type(get_device("cpu").memory), "revoke", refused)
+    for _ in range(2):
+        with pytest.raises(StateError, match="a receiver does not let go"):
+            world.sync(route="direct")
+    failing.clear()
+    assert world.sync(route="direct").handles_opened > 0
+    check(world, Sizes(layers=1))
 
 
 def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
