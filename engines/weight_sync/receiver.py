@@ -231,13 +231,14 @@ class Receiver:
             )
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        needed, free = sum(tensor.nbytes for tensor in tensors.values()), self._device.memory.info().free_bytes
+        needed = sum(_empty_as(tensor, "meta").untyped_storage().nbytes() for tensor in tensors.values())
+        free = self._device.memory.info().free_bytes
         if needed > free:
             raise UnsupportedError(
                 f"staged=True on {self._device.name}", f"a second copy takes {needed} bytes, and {free} are free"
             )
         # Elements that no weight is written to stay as they are.
-        return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
+        return {name: _empty_as(tensor, tensor.device).copy_(tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------ local, direct
 
@@ -528,6 +529,9 @@ class Receiver:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
             self._end_reload()
         self._round.end()
+        if self._staged:
+            for plan in self._plans.values():
+                plan.let_go()
         self._scratch, self._staged, self._live, self._remembered, self._loaded = {}, {}, {}, {}, set()
         self._buckets.drop_rebuilt()
         self._plans = {digest: plan for digest, plan in self._plans.items() if not plan.is_scratch}
@@ -540,3 +544,8 @@ class Receiver:
         """Close all memory of others."""
         self.abandon()
         self._planner, self._plans, self._loads = None, {}, {}
+
+
+def _empty_as(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return memory with a tensor's own strides, gaps included: a plan's copies are for these."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
