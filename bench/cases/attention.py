@@ -96,7 +96,7 @@ _KERNELS = {"SDPA, flash": SDPBackend.FLASH_ATTENTION, "SDPA, cuDNN": SDPBackend
 def _prepare_long(backward: bool, device: Device) -> Work:
     transformers_class("Qwen2Config")
     from rlcore.packed.attention_call import AttentionCall  # transformers is an extra
-    from rlcore.packed.choice import are_long, choose, implementations
+    from rlcore.packed.choice import LONG, are_long, implementations, why_not
     from rlcore.packed.implementations import PackedSequences
 
     device.seed(0)
@@ -114,7 +114,7 @@ def _prepare_long(backward: bool, device: Device) -> Work:
     layer = SimpleNamespace(training=True, is_causal=True, num_key_value_groups=N // kv_heads)
 
     def by_packed(name: str) -> Tensor:
-        packed = PackedSequences(cu_seqlens, (L,), {}, lambda *_: name)
+        packed = PackedSequences(cu_seqlens, (L,), lambda *_: name)
         attend = implementations(device.type)[name].attend
         return attend(layer, q, k, v, packed, own="sdpa", scaling=D**-0.5).transpose(1, 2)
 
@@ -129,11 +129,12 @@ def _prepare_long(backward: bool, device: Device) -> Work:
 
         return Contender(name, run, lambda found: _check(found, q, k, v, grad_output))
 
-    calls = frozenset([call])
-    is_long = are_long(calls, QWEN_0_5B.layers, [(1, L)])
-    chosen = [choose(calls, device.torch_device, dtype, of_long=of_long).implementation for of_long in (is_long, False)]
+    def serves(name: str) -> bool:
+        is_meant = name != LONG or are_long(frozenset([call]), QWEN_0_5B.layers, [(1, L)])
+        return is_meant and why_not(name, call, device.torch_device, dtype) is None
+
     ways: dict[str, Callable[[], Tensor]] = {
-        name: functools.partial(by_packed, name) for name in dict.fromkeys([*chosen, "per_sequence"])
+        name: functools.partial(by_packed, name) for name in implementations(device.type) if serves(name)
     }
     if not is_host:
         ways |= {name: functools.partial(by_torch, kernel) for name, kernel in _KERNELS.items()}

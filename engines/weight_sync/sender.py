@@ -332,7 +332,7 @@ class Sender:
             for one, ranks in zip(sending.packings, sending.receivers, strict=True):
                 told, nbytes, slot = self._fill(one)
                 wait()
-                wait = turns.start(partial(group.send_message, slot[:nbytes], ranks, is_size_known=not one.base))
+                wait = turns.start(partial(group.send_message, slot[:nbytes], ranks, is_size_known=one.is_size_known))
                 sent += told * len(ranks)
             wait()
         self._device.synchronize()

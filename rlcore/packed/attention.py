@@ -112,10 +112,10 @@ def packed_hidden_states(
     packed = PackedSequences(
         cu_seqlens=cu_seqlens.to(input_ids.device, torch.int32, non_blocking=True),
         lengths=lengths,
-        choices=plan.choices if implementation is None else {False: {}, True: {}},
         choose=lambda device, dtype, of_long: (
             choose(calls, device, dtype, implementation, of_long=of_long, reasons=plan.reasons).implementation
         ),
+        choices=plan.choices if implementation is None else None,
         group=group,
         are_long=implementation is None and are_long(calls, _whole(decoder).config.num_hidden_layers, runs),
         num_padding=len(input_ids) - num_tokens,

@@ -7,7 +7,6 @@ the device, compared with plain torch. So the abilities of a device, a torch or 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import varlen
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from rlcore import probing
 from rlcore._torch_private import check_can_run_triton, takes_cudnn
@@ -76,31 +75,19 @@ class AttentionChoice(NamedTuple):
 # ----------------------------------------------------------------------------------------------- what each lacks
 
 
-def _flash_2_lacks(call: AttentionCall, device: torch.device) -> str | None:
-    if not is_flash_attn_2_available():
-        return "the package flash-attn is not installed for this device"
-    return _lacks(call, "has_sinks")
+def _flash_lacks(version: int, *features: str) -> Callable[[AttentionCall, torch.device], str | None]:
+    """Return what a version of flash-attn lacks; ``features`` are those that it has not."""
+
+    def lacks(call: AttentionCall, device: torch.device) -> str | None:
+        if not _INSTALLED[version]():
+            return f"the package {_PACKAGES[version]} is not installed for this device"
+        return _lacks(call, *features)
+
+    return lacks
 
 
-def _flash_3_lacks(call: AttentionCall, device: torch.device) -> str | None:
-    if not is_flash_attn_3_available():
-        return "the package flash-attn 3 is not installed for this device"
-    return _lacks(call, "has_sinks", "has_dropout")
-
-
-def is_flash_attn_4_installed() -> bool:
-    """Return True if the package is there: flash-attn 2 brings a folder of the same name, without what it needs."""
-    try:
-        importlib.metadata.version("flash-attn-4")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _flash_4_lacks(call: AttentionCall, device: torch.device) -> str | None:
-    if not is_flash_attn_4_installed():
-        return "the package flash-attn-4 is not installed"
-    return _lacks(call, "has_dropout")
+_INSTALLED = {2: is_flash_attn_2_available, 3: is_flash_attn_3_available, 4: is_flash_attn_4_available}
+_PACKAGES = {2: "flash-attn", 3: "flash-attn 3", 4: "flash-attn-4"}
 
 
 def _varlen_lacks(call: AttentionCall, device: torch.device) -> str | None:
@@ -142,10 +129,10 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS = {
-    "flash_attention_3": Implementation(attend_flash(3), _flash_3_lacks),
-    "flash_attention_4": Implementation(attend_flash_4, _flash_4_lacks),
+    "flash_attention_3": Implementation(attend_flash(3), _flash_lacks(3, "has_sinks", "has_dropout")),
+    "flash_attention_4": Implementation(attend_flash_4, _flash_lacks(4, "has_dropout")),
     LONG: Implementation(attend_long, _long_lacks),
-    "flash_attention_2": Implementation(attend_flash(2), _flash_2_lacks),
+    "flash_attention_2": Implementation(attend_flash(2), _flash_lacks(2, "has_sinks")),
     "varlen_attn": Implementation(attend_varlen, _varlen_lacks),
     "flex_attention": Implementation(attend_flex, _flex_lacks, prepare_flex),
     "per_sequence": Implementation(attend_per_sequence, _nothing_lacks),
@@ -303,24 +290,27 @@ def _fault(
     total = sum(lengths)
     sizes = [(call.query_heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.value_dim)]
     generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, heads, total, width, generator=generator) for heads, width in sizes]
+    inputs = [torch.randn(1, heads, total, width, generator=generator) for heads, width in sizes]
     weight = torch.randn(1, total, call.query_heads, call.value_dim, generator=generator).to(device)
-    sinks = torch.randn(call.query_heads, generator=generator).to(device, dtype) if call.has_sinks else None
+    if call.has_sinks:
+        inputs.append(torch.randn(call.query_heads, generator=generator))
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    packed = PackedSequences(cu_seqlens, lengths, {}, lambda *_: name)
+    packed = PackedSequences(cu_seqlens, lengths, lambda *_: name)
     module = SimpleNamespace(training=True, is_causal=True)
-    options = {"scaling": call.head_dim**-0.5, "sliding_window": call.window, "softcap": call.softcap, "s_aux": sinks}
+    options = {"scaling": call.head_dim**-0.5, "sliding_window": call.window, "softcap": call.softcap}
 
     def run(fn: Callable[..., Tensor], compute: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(device, dtype).to(compute).requires_grad_() for x in qkv]
-        output = fn(module, *leaves, packed, **options)
-        gradients = torch.autograd.grad((output.to(compute) * weight.to(compute)).sum(), leaves)
+        leaves = [x.to(device, dtype).to(compute).requires_grad_() for x in inputs]
+        sinks = leaves[3] if call.has_sinks else None
+        output = fn(module, *leaves[:3], packed, **options, s_aux=sinks)
+        loss = (output.to(compute) * weight.to(compute)).sum()
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)  # 0 for sinks that are ignored
         return [output.detach(), *gradients]
 
     wide = torch.promote_types(dtype, torch.float32)
     results = run(implementations(device.type)[name].attend, dtype), run(_definition, wide)
     errors = [float((found.to(wide) - right).norm() / right.norm()) for found, right in zip(*results, strict=True)]
-    for part, error in zip(("output", "dq", "dk", "dv"), errors, strict=True):
+    for part, error in zip(("output", "dq", "dk", "dv", "gradient of the sinks"), errors, strict=False):
         if not error <= _TOLERANCE.get(dtype, 0.0):
             return f"its probe gave a wrong {part}: relative error {error:.1e}"
     return None

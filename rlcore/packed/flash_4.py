@@ -10,12 +10,16 @@ Letters: T packed tokens, N sequences, D width of a head.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlcore.packed.implementations import PackedSequences, cast_alike
+
+_DETERMINISTIC = "FLASH_ATTENTION_DETERMINISTIC"
+"""A variable of transformers for flash-attn 2 and 3, which means this package, too."""
 
 
 def attend_flash_4(
@@ -93,7 +97,7 @@ def _attend_backward(  # noqa: PLR0917
         grad,
         log_sum,
         **_options(cu_seqlens, longest, scale, window, softcap, sinks),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled() or os.environ.get(_DETERMINISTIC) == "1",
     )
     return list(gradients)
 
@@ -107,7 +111,12 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> 
 def _options(  # noqa: PLR0917
     cu_seqlens: Tensor, longest: int, scale: float, window: int | None, softcap: float, sinks: Tensor | None
 ) -> dict[str, Any]:
-    """Return the arguments that both halves have. Their window does not count the token itself."""
+    """Return the arguments that both halves have. Their window does not count the token itself.
+
+    What they take for the longest length is a bound. It is never a short one, for which they would compile the same
+    kernels again.
+    """
+    longest = max(longest, _SHORTEST_BOUND)
     return {
         "cu_seqlens_q": cu_seqlens,
         "cu_seqlens_k": cu_seqlens,
@@ -121,15 +130,25 @@ def _options(  # noqa: PLR0917
     }
 
 
+_SHORTEST_BOUND = 256
+"""The bound in tokens. Up to 192 they compile for one block of queries or keys."""
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_seqlens, *ctx.scalars, sinks = inputs
+    query, key, value, cu_seqlens, ctx.longest, ctx.scale, ctx.window, ctx.softcap, sinks = inputs
     ctx.save_for_backward(query, key, value, *output, cu_seqlens, sinks)
+    ctx.set_materialize_grads(False)  # nobody has a gradient of the logarithms
 
 
-def _back(ctx: Any, grad: Tensor, grad_of_log_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+def _back(ctx: Any, grad: Tensor | None, grad_of_log_sum: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 9
     *tensors, sinks = ctx.saved_tensors
-    gradients = torch.ops.rlcore.flash_attention_4_backward(grad, *tensors, *ctx.scalars, sinks)
-    return *gradients[:3], None, *(None for _ in ctx.scalars), None if sinks is None else gradients[3]
+    dq, dk, dv, *dsinks = torch.ops.rlcore.flash_attention_4_backward(
+        grad, *tensors, ctx.longest, ctx.scale, ctx.window, ctx.softcap, sinks
+    )
+    of_options = None, None, None, None, None  # boundaries, longest, scale, window, softcap
+    return dq, dk, dv, *of_options, dsinks[0] if dsinks else None
 
 
 _attend.register_autograd(_back, setup_context=_keep)

@@ -36,8 +36,8 @@ class PackedSequences:
         self,
         cu_seqlens: Tensor,
         lengths: tuple[int, ...],
-        choices: dict[bool, dict[torch.dtype, str]],
         choose: Callable[[torch.device, torch.dtype, bool], str],
+        choices: dict[bool, dict[torch.dtype, str]] | None = None,
         group: SequenceGroup | None = None,
         *,
         are_long: bool = False,
@@ -46,8 +46,8 @@ class PackedSequences:
         """
         Args:
             cu_seqlens: [N+1] int32 on the device.
-            choices: is the pack long -> compute dtype of attention -> name of the implementation.
             choose: returns the implementation for a device, a dtype, and whether the pack is long.
+            choices: what it returned for earlier packs: is the pack long -> compute dtype of attention -> name.
             group: the ranks that share the row, each of which attends with some of the heads.
             are_long: ``choice.are_long`` of the sequences.
             num_padding: tokens of padding, which are the last of ``lengths`` where there are some.
@@ -56,7 +56,7 @@ class PackedSequences:
         self.lengths = lengths
         self.max_length = max(lengths)
         self.ends = list(itertools.accumulate(lengths))
-        self.choices = choices
+        self.choices = {False: {}, True: {}} if choices is None else choices
         self.choose = choose
         self.group = group
         self.block_masks: dict[int | None, BlockMask] = {}
@@ -176,7 +176,8 @@ def attend_per_sequence(
     for count, length in packed.runs:
         rows = slice(start, start + count * length)
         qkv = [_sequences(x, rows, count) for x in (query, key, value)]
-        outputs += _attend_causal(attend, module, qkv, sliding_window, is_additive=own == "eager", options=options)
+        found = _attend_causal(attend, module, qkv, sliding_window, is_additive=own == "eager", options=options)
+        outputs.append(found)
         start = rows.stop
     return torch.cat(outputs)[None]
 
@@ -247,13 +248,14 @@ def _attend_causal(
     *,
     is_additive: bool,
     options: dict[str, Any],
-) -> list[Tensor]:
+) -> Tensor:
     """Return [count * L, heads, D] of ``count`` sequences; a window is computed in steps, so memory grows with L."""
     query, key, value = qkv
     length = query.shape[2]
     if window is None or window >= length:
         mask = _band_mask(query, range(length), range(length), length) if is_additive else None
-        return [attend(module, query, key, value, mask, **options)[0].flatten(0, 1)]
+        whole: Tensor = attend(module, query, key, value, mask, **options)[0]
+        return whole.flatten(0, 1)
     outputs = []
     for first in range(0, length, window):
         rows = range(first, min(first + window, length))
@@ -262,7 +264,7 @@ def _attend_causal(
         seen = slice(columns.start, columns.stop)
         part = attend(module, query[:, :, first : rows.stop], key[:, :, seen], value[:, :, seen], mask, **options)[0]
         outputs.append(part)
-    return [torch.cat(outputs, dim=1).flatten(0, 1)]
+    return torch.cat(outputs, dim=1).flatten(0, 1)
 
 
 def _band_mask(like: Tensor, rows: range, columns: range, window: int, *, is_additive: bool = True) -> Tensor:

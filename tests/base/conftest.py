@@ -95,5 +95,5 @@ def flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> FlashAttention4:
     made = FlashAttention4()
     for name, module in modules_of(made).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("rlcore.packed.choice.is_flash_attn_4_installed", lambda: True)
+    monkeypatch.setitem(pytest.importorskip("rlcore.packed.choice")._INSTALLED, 4, lambda: True)
     return made

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class FlashAttention4:
         return_lse: bool,
     ) -> tuple[Tensor | None, ...]:
         assert causal and return_lse and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
-        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        assert max_seqlen_q == max_seqlen_k >= int(cu_seqlens_q.diff().max())
         weights = _Weights(
             q,
             k,
@@ -126,8 +127,11 @@ def _wide(x: Tensor, times: int = 1) -> Tensor:
     return (x if x.dtype == torch.float64 else x.float()).repeat_interleave(times, 1)
 
 
-def modules_of(made: FlashAttention4) -> dict[str, SimpleNamespace]:
+def modules_of(made: FlashAttention4) -> dict[str, ModuleType]:
     """Return the entries of ``sys.modules`` by which it is imported."""
-    interface = SimpleNamespace(_flash_attn_fwd=made._flash_attn_fwd, _flash_attn_bwd=made._flash_attn_bwd)
-    package = SimpleNamespace(__path__=[])
-    return {"flash_attn": package, "flash_attn.cute": package, "flash_attn.cute.interface": interface}
+    modules = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
+    for name, module in modules.items():
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        setattr(modules["flash_attn.cute.interface"], name, getattr(made, name))
+    return modules

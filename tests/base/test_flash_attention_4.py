@@ -81,7 +81,7 @@ def test_a_compiled_layer_has_it_in_its_graph(flash_attn_4: FlashAttention4) -> 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for lengths in ((5, 9), (4, 7, 8), (40,), (2, 3)):
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-        packed = PackedSequences(cu_seqlens, lengths, {}, lambda *_: "")
+        packed = PackedSequences(cu_seqlens, lengths, lambda *_: "")
         shapes = [(1, heads, sum(lengths), 16) for heads in (4, 2, 2)]
         qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
         found, expected = compiled(*qkv, packed), attend(*qkv, packed)
@@ -110,7 +110,7 @@ def test_it_is_refused_where_it_cannot_run(flash_attn_4: FlashAttention4, monkey
     assert reason is not None and reason.startswith("its probe failed: ModuleNotFoundError: import of flash_attn")
     monkeypatch.undo()
     assert choice.why_not("flash_attention_4", dropout, CPU, torch.float32) == (
-        "the package flash-attn-4 is not installed"
+        "the package flash-attn-4 is not installed for this device"
     )
 
 

@@ -613,7 +613,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(packed_implementations, "_GROUPED", {"enable_gqa": True})
     monkeypatch.setattr(packed_implementations, "_flash_attention_forward", flash)
-    monkeypatch.setattr(packed_choice, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setitem(packed_choice._INSTALLED, 2, lambda: True)
 
 
 @on("qwen2", "gemma3_text", quick=("qwen2",))
@@ -634,7 +634,7 @@ def test_flash_attn_is_deterministic_where_torch_is(
         "_flash_attention_forward",
         lambda *_, **options: seen.append(options["deterministic"]),
     )
-    packed = packed_implementations.PackedSequences(torch.tensor([0, 3]), (3,), {}, lambda *_: "")
+    packed = packed_implementations.PackedSequences(torch.tensor([0, 3]), (3,), lambda *_: "")
     qkv = torch.zeros(3, 1, 2, 3, 4)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked)
     packed_implementations.attend_flash(2)(None, *qkv, packed, scaling=1.0)
@@ -671,9 +671,7 @@ def test_flex_attention_masks_by_sequence_and_window(decoder: Decoder, monkeypat
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
 def test_block_masks_are_those_of_torch(window: int | None) -> None:
     for lengths in ((300,), (128, 256, 128), (1, 0, 700, 5, 62), (40,) * 9, (130, 126, 513)):
-        packed = packed_implementations.PackedSequences(
-            cu_seqlens_of(lengths), lengths, {}, lambda *_: "flex_attention"
-        )
+        packed = packed_implementations.PackedSequences(cu_seqlens_of(lengths), lengths, lambda *_: "flex_attention")
         packed_implementations.prepare_flex(packed, {window})
         found = packed.block_masks[window]
         expected = create_block_mask(found.mask_mod, None, None, sum(lengths), sum(lengths), "cpu")
@@ -712,6 +710,15 @@ def test_the_probe_finds_an_attention_that_ignores_something(
             assert reason is not None and reason.startswith("its probe gave a wrong output: relative error ")
         else:
             assert reason is None
+
+
+def test_the_probe_finds_a_wrong_gradient_of_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*args: Any, s_aux: Tensor, **options: Any) -> Tensor:
+        return packed_choice._definition(*args, s_aux=s_aux.detach() + 2 * (s_aux - s_aux.detach()), **options)
+
+    monkeypatch.setitem(packed_choice.IMPLEMENTATIONS, "varlen_attn", Implementation(attend, lambda *_: None))
+    reason = packed_choice.why_not("varlen_attn", CALLS["sinks"], torch.device("cpu"), torch.float32)
+    assert reason == "its probe gave a wrong gradient of the sinks: relative error 1.0e+00"
 
 
 def test_the_probe_finds_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -878,7 +885,7 @@ def test_an_installed_flash_attn_2_runs_packs_that_are_not_long(
     ran.clear()
     run(decoder, SHORT)
     assert ran == [] and implementation_of(decoder) == "flash_attention_2"
-    monkeypatch.setattr(packed_choice, "is_flash_attn_3_available", lambda: True)
+    monkeypatch.setitem(packed_choice._INSTALLED, 3, lambda: True)
     assert explain(make("qwen3"), cpu, torch.float32, of_long=True).implementation == "flash_attention_3"
 
 
@@ -1023,9 +1030,25 @@ def test_the_check_for_exactness_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
 def test_on_the_gpu(name: str, model_type: str, dtype: torch.dtype) -> None:
     if name == "varlen_attn" and not HAS_WINDOWS:
         pytest.skip(f"the variable-length attention of torch {torch.__version__} has no sliding windows")
-    if name == "flash_attention_4" and not packed_choice.is_flash_attn_4_installed():
+    if name == "flash_attention_4" and not packed_choice._INSTALLED[4]():
         pytest.skip("flash-attn-4 is not installed")
     assert_as_exact_as_padded(name, model_type, dtype, "cuda", (1, 300, 17, 17, 129))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.skipif(not packed_choice._INSTALLED[4](), reason="flash-attn-4 is not installed")
+def test_flash_attn_4_has_other_kernels_for_many_sequences_on_the_gpu() -> None:
+    """More than 256 of them; and the deterministic ones, which wait for each other, end and repeat their bits."""
+    assert_as_exact_as_padded("flash_attention_4", "qwen2", torch.bfloat16, "cuda", (3, 1) * 150)
+    decoder = make("qwen2", **GPU_SIZES | {"query_pre_attn_scalar": None}).to("cuda", torch.bfloat16)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        both = [gradients(decoder, run(decoder, (700, 20, 300), implementation="flash_attention_4")) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(*both, strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.gpu
@@ -1070,8 +1093,8 @@ def long_llama(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     if not packed_choice._runs_by_cudnn(AttentionCall(4, 2, 64, 64), torch.device("cuda"), torch.bfloat16):
         pytest.skip("torch prefers another kernel than cuDNN's here")
     monkeypatch.setattr(packed_choice, "_LONG_WORK", 2 * 2 * 4 * 64 * 512**2)
-    for name in ("is_flash_attn_2_available", "is_flash_attn_3_available", "is_flash_attn_4_installed"):
-        monkeypatch.setattr(packed_choice, name, lambda: False)  # which would run them or others
+    for version in packed_choice._INSTALLED:  # which would run them or others
+        monkeypatch.setitem(packed_choice._INSTALLED, version, lambda: False)
     return make("llama", head_dim=64, hidden_size=128, initializer_range=0.1).to("cuda", torch.bfloat16)
 
 

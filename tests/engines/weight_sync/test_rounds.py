@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.weight_sync import endpoint, target
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.channels.shared_store import SharedStore
 from rlcore.engines.weight_sync.messages import Offer, decoded
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors
@@ -25,7 +26,8 @@ from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.session import SyncSession, _Round
-from rlcore.engines.weight_sync.transports.base import Route
+from rlcore.engines.weight_sync.transports.base import PATIENCE, Route, Surroundings
+from rlcore.engines.weight_sync.transports.collective import CollectiveTransport
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedTensors
 from rlcore.errors import InvalidInputError, StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
@@ -252,6 +254,26 @@ def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> N
     check(world, Sizes())
 
 
+@pytest.mark.parametrize("route", ["local", "packed"])
+def test_the_second_copy_of_a_staged_round_is_freed_with_it(make: Make, route: Route) -> None:
+    world = make(Sizes())
+    world.sync(route=route)
+    receiver: Any = world.receivers[0]
+    copies: list[StorageWeakRef] = []
+
+    def stage(tensors: dict[str, Tensor], real: Any = receiver._stage) -> dict[str, Tensor]:
+        staged: dict[str, Tensor] = real(tensors)
+        copies.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in staged.values())
+        return staged
+
+    receiver._stage = stage
+    for version in (2, 3):
+        world.module.add(1.0)
+        world.sync(route=route, is_staged=True, version=version)
+        check(world, Sizes())
+        assert copies and all(copy.expired() for copy in copies)
+
+
 def test_staging_that_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make(Sizes())
     world.sync()
@@ -402,6 +424,22 @@ def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
     assert all(torch.equal(tensors[number], parameter.view(-1)) for number, parameter in enumerate(module))
     opened.close()
     sender.close()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "is_formed_anew"), [(60.0, False), (50.0, False), (100.0, False), (130.0, True), (40.0, True)]
+)
+def test_a_group_serves_rounds_of_about_its_own_time(timeout_s: float, is_formed_anew: bool) -> None:
+    """One of less time would end before the group's wait does, and one of much more has to be more patient."""
+    peers = LocalPeers("nobody", [])
+    transport = CollectiveTransport(peers, peers, SharedStore, Surroundings([], set(), []))
+    joins: list[float] = []
+    transport._join = lambda calls, left: joins.append(left())  # type: ignore[method-assign]
+    transport._form_group(lambda: 60.0, is_on_host=False)
+    assert transport._timeout_s == PATIENCE * 60
+    transport._form_group(lambda: timeout_s, is_on_host=False)
+    assert joins == [60.0, timeout_s][: 1 + is_formed_anew]
+    transport.close(lambda: 1.0)
 
 
 def test_weights_are_grouped_for_the_loader_by_looking_at_each_once() -> None:

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from unrelated_receiver import receive
 
 import rlcore
+from rlcore.engines.weight_sync.channels import shared_store
 from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
 from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.engines.weight_sync.transports.base import Route
@@ -109,7 +110,7 @@ def sums(value: float) -> list[float]:
 
 
 def test_two_unrelated_processes(other: Other, control: SocketControl) -> None:
-    given = tensors(1.0)
+    given, stores = tensors(1.0), dict(shared_store._here)
     sender = rlcore.WeightSender(given.items(), control)
     report = sender.send(version=7)
     assert (report.version, report.route, report.handles_opened) == (7, "packed", 1)
@@ -127,7 +128,9 @@ def test_two_unrelated_processes(other: Other, control: SocketControl) -> None:
     sender.send(route="collective")
     assert other.says()["sums"] == [sums(2.0)[0], 15.0, sums(2.0)[2]]
     assert set(runtime.iterdir()) <= before, "they met through the channel"
+    assert len(shared_store._here) == len(stores) + 1
     sender.close()
+    assert shared_store._here == stores
     control.close()
     assert other.says()["is_whole"]
 
