@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ class ModuleSourceTensors:
         self._release = release
         self._known: list[Tensor] = []
         """The parameters and persistent buffers that were described."""
-        self._layouts: list[tuple[Any, ...]] = []
+        self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]] = []
         """What the description says of each of them."""
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
