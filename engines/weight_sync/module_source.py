@@ -45,7 +45,7 @@ class ModuleSourceTensors:
         self._known: list[Tensor] = []
         """The parameters and persistent buffers that were described."""
         self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]] = []
-        """What the description says of each of them."""
+        """Their dtypes, shapes and strides then."""
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
         self._parts: list[Tensor] = []
