@@ -115,7 +115,7 @@ def config(tmp_path: Path, model: Path) -> Path:
         ("rollout.workflow=judge:fails", "judge:fails failed: TypeError: fails() takes 0 positional arguments but 1"),
         ("rollout.workflow=judge:no_workflow", "judge:no_workflow must return a Workflow, with `async def run"),
         ("algorithm.minibatches=257", "algorithm.minibatches must be at most the 256 answers of a batch (rollout."),
-        ("rollout={samples: 1, drop_equal_groups: true}", "rollout.samples must be at least 2 with drop_equal_groups, "),
+        ("rollout={samples: 1, drop_equal_groups: true}", "rollout.samples must be at least 2 with drop_"),
         ("algorithm.loss_options=null", "algorithm.loss_options must be a mapping of names to values, got None"),
         ("evaluation.temperature=0.001", "evaluation.temperature must be 0 or a number of at least 0.01, got 0.001"),
         ("trainer.options.devices=cpu", "trainer.options.devices is no option: devices is a field beside options"),
