@@ -107,6 +107,11 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     holder: int = 0
     """The position of the sender in whose slot it lies: another one where it was relayed."""
 
+    @property
+    def is_size_known(self) -> bool:
+        """Its receivers know the size of its message beforehand: all of the bucket, and not changes alone."""
+        return not self.base
+
 
 class Reception(msgspec.Struct, frozen=True, kw_only=True):
     """A bucket that comes to a member of a process group."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +34,30 @@ from rlcore.engines.weight_sync.transports.reach import why_unreached
 from rlcore.engines.weight_sync.transports.received_buckets import ReceivedBuckets, changed
 from rlcore.engines.weight_sync.transports.staging_buffers import check_slot_bytes, host_device, views
 from rlcore.errors import StateError, SyncError, UnsupportedError
+
+
+class _Coming(NamedTuple):
+    """A bucket that a sender tells of, and what it is by the receiver's own plan."""
+
+    order: Packing
+    plan: PlanExecution
+    bucket: Bucket
+
+    def checked_header(self, slot: Tensor) -> BucketHeader:
+        """Return the header of a slot; raises SyncError unless it is this bucket's."""
+        order = self.order
+        nbytes = self.bucket.nbytes
+        return checked_header(slot, round_id=order.round_id, bucket=order.bucket, nbytes=nbytes, base=order.base)
+
+    def write(self, whole: Tensor) -> int:
+        """Write what the whole bucket has where it belongs; returns its bytes."""
+        copies = self.plan.unpacker(self.order.sender, self.order.bucket)
+        copies.run(views(whole, self.bucket), self.plan.destinations())
+        return self.bucket.payload_bytes
+
+    def note(self) -> None:
+        """Note that it has come, and is what it should be."""
+        self.plan.done.add((self.order.sender, self.order.bucket))
 
 
 class Receiver:
@@ -206,13 +231,14 @@ class Receiver:
             )
 
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        needed, free = sum(tensor.nbytes for tensor in tensors.values()), self._device.memory.info().free_bytes
+        needed = sum(_empty_as(tensor, "meta").untyped_storage().nbytes() for tensor in tensors.values())
+        free = self._device.memory.info().free_bytes
         if needed > free:
             raise UnsupportedError(
                 f"staged=True on {self._device.name}", f"a second copy takes {needed} bytes, and {free} are free"
             )
         # Elements that no weight is written to stay as they are.
-        return {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()}
+        return {name: _empty_as(tensor, tensor.device).copy_(tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------ local, direct
 
@@ -239,7 +265,8 @@ class Receiver:
         """
         with self._imported.using():
             sources = self._imported.sources()
-            plan = self._writing(round_id, digest)
+            plan = self._plan(round_id, digest)
+            self._begin_writing(plan)
             plan.whole().run(sources, plan.destinations())
             if self._planning().quantized:
                 plan.quantizing().run(sources, self._target.quantized())
@@ -253,11 +280,9 @@ class Receiver:
             raise SyncError(f"plan {digest} is not this receiver's, which has {', '.join(self._plans) or 'none'}")
         return self._plans[digest]
 
-    def _writing(self, round_id: int, digest: str) -> PlanExecution:
-        """Return a plan whose destinations are about to be written."""
-        plan = self._plan(round_id, digest)
+    def _begin_writing(self, plan: PlanExecution) -> None:
+        """Note that a plan's destinations are about to be written."""
         self._round.moves("data", writes_weights=not (self._round.is_staged or plan.is_scratch))
-        return plan
 
     # ------------------------------------------------------------------------------------- packed, collective
 
@@ -278,11 +303,11 @@ class Receiver:
         orders = decoded(packings, list[Packing], "list of Packing")
         moved = 0
         with self._imported.using():
-            for order in orders:
-                nbytes = self._bucket(order).nbytes
+            for one in self._coming(orders):
+                order = one.order
                 if order.waits_by_event:
                     self._events.wait(order.slot, order.holder)
-                moved += self._take(order, self._imported.received(order.holder, order.slot, nbytes))
+                moved += self._take(one, self._imported.received(order.holder, order.slot, one.bucket.nbytes))
             for slot in {order.slot for order in orders if order.waits_by_event}:
                 self._events.record(slot)
             if not all(order.waits_by_event for order in orders):
@@ -330,55 +355,64 @@ class Receiver:
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         orders = decoded(receptions, list[Reception], "list of Reception")
+        coming = self._coming([order.packing for order in orders])
         moved: list[int] = []
-        unread: list[tuple[Packing, Tensor]] = []
-        for order, slot in self._buckets.received(self._group, orders, self._bucket):
-            if order.base or order.is_checked:
-                moved.append(self._take(order, slot))
+        unread: list[tuple[_Coming, Tensor]] = []
+        slots = self._buckets.received(self._group, orders, [one.bucket for one in coming])
+        for slot, one in zip(slots, coming, strict=True):
+            if one.order.base or one.order.is_checked:
+                moved.append(self._take(one, slot))
             else:
-                unread.append((order, slot[:ALIGNMENT].clone()))
-                moved.append(self._unpack(order, self._expected(order), slot))
+                unread.append((one, slot[:ALIGNMENT].clone()))
+                self._begin_writing(one.plan)
+                moved.append(one.write(slot))
         if unread:
             headers = torch.stack([header for _, header in unread]).cpu()
-            for (order, _), header in zip(unread, headers, strict=True):
-                self._checked_header(order, header)
+            for (one, _), header in zip(unread, headers, strict=True):
+                one.checked_header(header)
+                one.note()
         self._device.synchronize()
         return moved
 
-    def _take(self, order: Packing, slot: Tensor) -> int:
-        plan, whole = self._expected(order), slot
+    def _coming(self, orders: Sequence[Packing]) -> list[_Coming]:
+        """Return the buckets that these orders are for, in the plans of this round.
+
+        Raises:
+            SyncError: a plan has no such bucket, or it has come before, or is there twice; or they are of two cuts.
+        """
+        found: list[_Coming] = []
+        places: set[tuple[str, int, int]] = set()
+        for order in orders:
+            check_slot_bytes(order.slot_bytes)
+            plan = self._plan(order.round_id, order.digest)
+            bucket = plan.bucket(order.slot_bytes, order.sender, order.bucket)
+            place = order.digest, order.sender, order.bucket
+            if place in places or place[1:] in plan.done:
+                raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
+            if order.slot_bytes != orders[0].slot_bytes:
+                raise SyncError(
+                    f"buckets came together that were cut for slots of {orders[0].slot_bytes} bytes and of "
+                    f"{order.slot_bytes}"
+                )
+            places.add(place)
+            found.append(_Coming(order, plan, bucket))
+        return found
+
+    def _take(self, one: _Coming, slot: Tensor) -> int:
+        """Check a bucket and write it where it belongs; returns the bytes that it tells."""
+        order, whole = one.order, slot
+        self._begin_writing(one.plan)
         self._round.check_base(order.base)
-        header, bucket = self._checked_header(order, slot), self._bucket(order)
+        header = one.checked_header(slot)
         if order.base:
-            copies = plan.repacker(order.sender, order.bucket)
-            here = self._buckets.repacked(copies, plan.destinations(), bucket, order.slot_bytes)
-            whole = changed(here, bucket, slot, header)
+            copies = one.plan.repacker(order.sender, order.bucket)
+            here = self._buckets.repacked(copies, one.plan.destinations(), one.bucket, order.slot_bytes)
+            whole = changed(here, one.bucket, slot, header)
         if order.base or order.is_checked:
             check_sum(whole, header)
-        payload_bytes = self._unpack(order, plan, whole)
+        payload_bytes = one.write(whole)
+        one.note()
         return header.message_bytes - ALIGNMENT if order.base else payload_bytes
-
-    def _expected(self, order: Packing) -> PlanExecution:
-        """Return the plan of a bucket that is about to be written; raises SyncError if it has come before."""
-        plan = self._writing(order.round_id, order.digest)
-        if (order.sender, order.bucket) in plan.done:
-            raise SyncError(f"bucket {order.bucket} of sender {order.sender} came twice")
-        return plan
-
-    def _checked_header(self, order: Packing, slot: Tensor) -> BucketHeader:
-        nbytes = self._bucket(order).nbytes
-        return checked_header(slot, round_id=order.round_id, bucket=order.bucket, nbytes=nbytes, base=order.base)
-
-    def _unpack(self, order: Packing, plan: PlanExecution, whole: Tensor) -> int:
-        """Write what a whole bucket has where it belongs; returns its bytes."""
-        bucket, place = self._bucket(order), (order.sender, order.bucket)
-        plan.unpacker(*place).run(views(whole, bucket), plan.destinations())
-        plan.done.add(place)
-        return bucket.payload_bytes
-
-    def _bucket(self, order: Packing) -> Bucket:
-        check_slot_bytes(order.slot_bytes)
-        return self._plan(order.round_id, order.digest).bucket(order.slot_bytes, order.sender, order.bucket)
 
     # --------------------------------------------------------------------------------------- load and verify
 
@@ -495,6 +529,9 @@ class Receiver:
         with contextlib.suppress(Exception):  # of a round that has failed: the weights are not whole anyway
             self._end_reload()
         self._round.end()
+        if self._staged:
+            for plan in self._plans.values():
+                plan.let_go()
         self._scratch, self._staged, self._live, self._remembered, self._loaded = {}, {}, {}, {}, set()
         self._buckets.drop_rebuilt()
         self._plans = {digest: plan for digest, plan in self._plans.items() if not plan.is_scratch}
@@ -507,3 +544,8 @@ class Receiver:
         """Close all memory of others."""
         self.abandon()
         self._planner, self._plans, self._loads = None, {}, {}
+
+
+def _empty_as(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return memory with a tensor's own strides, gaps included: a plan's copies are for these."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -82,7 +82,8 @@ class Sender:
         self._addresses: list[int] = []
         self._computed: dict[int, Tensor] = {}
         self._exports: dict[str, IpcHandle] = {}
-        self._num_revoked = 0
+        self._generation = 0
+        """It grows whenever the exports of the parts are taken back: they have to be offered anew."""
         self._groups: dict[str, SyncGroup] = {}
         _here[self._info.epoch] = self
 
@@ -96,13 +97,13 @@ class Sender:
         """Wait for the work that makes the weights.
 
         Returns:
-            The endpoint info, the digest of the manifest, what in-place changes change, how often exports were taken
-            back, a random number, and ``is_same`` for all ranks to see.
+            The endpoint info, the digest of the manifest, what in-place changes change, a number that is another one
+            where what was offered has moved, a random number, and ``is_same`` for all ranks to see.
         """
         self._device.synchronize()
         self._look(again=not is_same)
         manifest, changes = self._source.manifest.digest, self._changes()
-        return [self.describe(), manifest, changes, self._num_revoked, secrets.randbits(60), is_same]
+        return [self.describe(), manifest, changes, self._generation, secrets.randbits(60), is_same]
 
     def abandon(self, rendezvous: str) -> None:
         """Release what a round held that has failed."""
@@ -138,9 +139,14 @@ class Sender:
         return self._parts | self._computed if self._computed else self._parts
 
     def _look(self, *, again: bool) -> None:
-        """Find where the parts lie now; without ``again`` they are the same tensors as before."""
+        """Find where the parts lie now; without ``again`` they are the same tensors as before.
+
+        What receivers have open of parts that have moved is taken back: they would read the old memory for ever.
+        """
         parts = self._source.parts() if again or not self._parts else self._listed
         addresses = [part.data_ptr() for part in parts]
+        if addresses != self._addresses:
+            self._take_back()
         if parts is not self._listed or addresses != self._addresses:
             self._listed, self._addresses = parts, addresses
             self._parts = dict(enumerate(parts))
@@ -164,6 +170,8 @@ class Sender:
         parts = {number: part for number, part in self._parts.items() if part.numel()}
         handles, positions = self._device.memory.export_ipc_together(list(parts.values()))
         self._exports |= {handle.export_id: handle for handle in handles}
+        # Memory of the host has moved to where it can be shared.
+        self._addresses = [part.data_ptr() for part in self._listed]
         offered = [
             OfferedTensor(number, handle, offset_bytes, part.numel(), dtype_name(part.dtype))
             for (number, part), (handle, offset_bytes) in zip(parts.items(), positions, strict=True)
@@ -178,7 +186,10 @@ class Sender:
             StateError: a receiver does not let go; the memory stays owned.
         """
         self._sent.leave_device()
-        self._num_revoked += bool(self._exports)
+        self._take_back(timeout_s)
+
+    def _take_back(self, timeout_s: float = 30.0) -> None:
+        self._generation += bool(self._exports)
         living = {export.export_id for export in self._device.memory.ledger()} if self._exports else set()
         while self._exports:
             export_id, handle = next(iter(self._exports.items()))
@@ -321,7 +332,7 @@ class Sender:
             for one, ranks in zip(sending.packings, sending.receivers, strict=True):
                 told, nbytes, slot = self._fill(one)
                 wait()
-                wait = turns.start(partial(group.send_message, slot[:nbytes], ranks, is_size_known=not one.base))
+                wait = turns.start(partial(group.send_message, slot[:nbytes], ranks, is_size_known=one.is_size_known))
                 sent += told * len(ranks)
             wait()
         self._device.synchronize()

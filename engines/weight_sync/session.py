@@ -102,7 +102,9 @@ class SyncSession:
         return [one.store for one in self.transports.values() if one.store is not None]
 
     def close(self) -> None:
-        """Forget the transports, after one side has closed what it had opened for them."""
+        """Forget the transports, after one side has closed what it had opened for them, and has left their group."""
+        for store in self.stores:
+            store.remove()
         self.transports = {}
 
     def _abandon(self, why: str) -> None:

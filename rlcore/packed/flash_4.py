@@ -131,7 +131,7 @@ def _options(  # noqa: PLR0917
 
 
 _SHORTEST_BOUND = 256
-"""Of tokens. Up to 192 they compile for one block of queries or keys."""
+"""The bound in tokens. Up to 192 they compile for one block of queries or keys."""
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

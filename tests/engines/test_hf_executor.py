@@ -413,6 +413,26 @@ def test_weights_of_other_shapes_are_refused(qwen2_folder: Path, copy_of: Callab
 
 
 @pytest.mark.slow
+def test_a_folder_is_loaded_with_its_persistent_buffers(
+    write_checkpoint: Callable[..., Path], tiny_config: dict[str, Any], copy_of: Callable[[Path], Path]
+) -> None:
+    """Such as the bias by which the router of a GLM-4.5 or a DeepSeek-V3 corrects its choice of experts."""
+    from safetensors.torch import load_file, save_file
+    from transformers import Glm4MoeConfig
+
+    config = Glm4MoeConfig(**tiny_config, moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2)
+    built = write_checkpoint(config)
+    other = copy_of(built)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    worker = build(built)
+    held = {name: tensor.clone() for name, tensor in worker.module.state_dict().items()}
+    assert any(name.endswith("e_score_correction_bias") for name in held)
+    worker.read_weights(other)
+    worker.take_weights(version=1)
+    assert all(torch.equal(tensor, held[name] + 1) for name, tensor in worker.module.state_dict().items())
+
+
 def test_a_model_that_is_no_causal_language_model_is_refused(
     qwen2_folder: Path, copy_of: Callable[[Path], Path]
 ) -> None:

@@ -31,7 +31,7 @@ from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.request_queue import PauseMode
 from rlcore.engines.sampling.seeds import seeds_of_each
 from rlcore.engines.weight_sync.receiver import Receiver
-from rlcore.engines.weight_sync.target import ModuleTarget, load_by_name
+from rlcore.engines.weight_sync.target import ModuleTarget
 from rlcore.errors import (
     CheckpointError,
     InvalidInputError,
@@ -43,6 +43,7 @@ from rlcore.errors import (
 )
 from rlcore.image_inputs import ImageInputs
 from rlcore.routing.record import RouteRecorder
+from rlcore.weights.catalog import named_tensors
 from rlcore.weights.names import mismatch
 
 # Fractions of the free device memory. A step copies one layer's cache while it grows, and the allocator keeps blocks of
@@ -137,7 +138,7 @@ class HfExecutor(InferenceExecutor):
     def read_weights(self, path: str | Path) -> None:
         dtype = next(self.module.parameters()).dtype
         loaded = _load_module(check_model_folder(path), dtype=dtype, attn_implementation=None)
-        if found := mismatch(dict(self.module.named_parameters()), dict(loaded.named_parameters())):
+        if found := mismatch(dict(named_tensors(self.module)), dict(named_tensors(loaded))):
             raise SyncError(f"{path} holds another model than the inference engine, which keeps its weights: {found}")
         self._incoming = loaded
 
@@ -145,7 +146,9 @@ class HfExecutor(InferenceExecutor):
         loaded, self._incoming = self._incoming, None
         if loaded is None:
             raise StateError("take_weights() has nothing to take; call read_weights(path) first")
-        load_by_name(self.module, loaded.named_parameters())
+        given = dict(named_tensors(loaded))
+        for name, tensor in named_tensors(self.module):
+            tensor.copy_(given[name])
         self._receiver.reloaded()
 
     def check_prompts(

@@ -1,7 +1,8 @@
 """The header of a packed slot, by which a receiver knows what it reads.
 
-A bucket that is stale, incomplete, damaged or came twice, or that is told against another base than the receiver has,
-is refused before it is copied.
+A bucket that is stale, or that is told against another base than the receiver has, is refused; with a sum also one that
+is incomplete or damaged. All that is told with a sum, or lies in a staging buffer, is refused before it is copied; the
+rest before it counts as come.
 """
 
 from __future__ import annotations

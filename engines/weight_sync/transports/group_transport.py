@@ -8,9 +8,15 @@ from rlcore.engines.weight_sync.channels.peers import Call
 from rlcore.engines.weight_sync.transports.base import PATIENCE, TimeLeft
 from rlcore.engines.weight_sync.transports.packed import StagingTransport
 
+_LEAST_PATIENCE = PATIENCE / 2
+"""Share of the time left below which a group is formed anew: rounds of one ``timeout_s`` differ by less."""
+
 
 class GroupTransport(StagingTransport):
-    """All senders, and perhaps all receivers, are in one process group. It is formed anew for a round of more time."""
+    """All senders, and perhaps all receivers, are in one process group.
+
+    It is formed anew for a round of less time than it waits, or of much more.
+    """
 
     are_receivers_members: ClassVar[bool]
     _timeout_s = 0.0
@@ -22,7 +28,7 @@ class GroupTransport(StagingTransport):
         Args:
             is_on_host: it is a group of hosts, whatever the devices are.
         """
-        if self.store is not None and self._timeout_s < left():
+        if self.store is not None and _LEAST_PATIENCE * left() <= self._timeout_s < left():
             return
         self.close(left)
         self.store, self._timeout_s = self._meet(), PATIENCE * left()

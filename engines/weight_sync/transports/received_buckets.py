@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlcore.device import Device
-from rlcore.engines.weight_sync.messages import Packing, Reception
+from rlcore.engines.weight_sync.messages import Reception
 from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket
 from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.transports import delta
@@ -35,26 +35,23 @@ class ReceivedBuckets:
     def drop_rebuilt(self) -> None:
         self._rebuilt = None
 
-    def received(
-        self, group: SyncGroup, orders: Sequence[Reception], bucket_of: Callable[[Packing], Bucket]
-    ) -> Iterator[tuple[Packing, Tensor]]:
-        """Receive and pass on each bucket, and yield it; the next one may come meanwhile."""
+    def received(self, group: SyncGroup, orders: Sequence[Reception], buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+        """Receive and pass on each bucket, and yield its slot; the next one may come meanwhile."""
 
         def receive(number: int) -> Tensor:
             order = orders[number]
-            slot = self._buffer(order.packing.slot_bytes, number)
-            nbytes = None if order.packing.base else bucket_of(order.packing).nbytes
-            used = group.receive_message(slot, order.source, nbytes)
-            group.send_message(slot[:used], order.relays, is_size_known=nbytes is not None)
+            slot, is_size_known = self._buffer(order.packing.slot_bytes, number), order.packing.is_size_known
+            used = group.receive_message(slot, order.source, buckets[number].nbytes if is_size_known else None)
+            group.send_message(slot[:used], order.relays, is_size_known=is_size_known)
             return slot
 
         with Turns(self._device) as turns:
             wait = turns.start(partial(receive, 0)) if orders else None
-            for number, one in enumerate(orders, 1):
+            for number in range(1, len(orders) + 1):
                 assert wait is not None
                 slot = wait()
                 wait = turns.start(partial(receive, number)) if number < len(orders) else None
-                yield one.packing, slot
+                yield slot
 
     def _buffer(self, slot_bytes: int, number: int) -> Tensor:
         """Return the memory for a bucket, [slot_bytes] uint8; on the host the next one is another."""

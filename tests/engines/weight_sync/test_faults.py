@@ -158,6 +158,23 @@ def test_a_header_that_is_read_after_the_bucket_was_unpacked_still_fails_the_rou
     assert nothing_is_copied(pair) == is_checked, "one with a sum is refused before it is copied"
     assert not pair.receiver.is_whole
     assert group.known == [int(slot.view(torch.int64)[2])], "no header has to come first"
+    assert not any(plan.done for plan in pair.receiver._plans.values()), "it has not come"
+
+
+def test_orders_that_name_a_bucket_twice_or_two_cuts_are_refused_before_anything_comes(pair: Pair) -> None:
+    pair.receiver._group = group = OneSlot(pair.receiver._imported.slot(0, 0))  # type: ignore[assignment]
+    first = msgspec.structs.replace(pair.packing, is_checked=False)
+    another_cut = msgspec.structs.replace(first, bucket=1, slot_bytes=2 * STAGING_BYTES)
+    for second, why in (
+        (first, "bucket 0 of sender 0 came twice"),
+        (another_cut, "buckets came together that were cut for slots of 4096 bytes and of 8192"),
+    ):
+        receptions = [Reception(packing=one, source=0) for one in (first, second)]
+        with pytest.raises(SyncError, match=why):
+            pair.receiver.receive(msgspec.msgpack.encode(receptions))
+        with pytest.raises(SyncError, match=why):
+            pair.receiver.unpack(msgspec.msgpack.encode([first, second]))
+    assert pair.receiver.is_whole and not group.known
 
 
 def test_a_bucket_that_is_stale_twice_or_missing_is_refused(pair: Pair) -> None:

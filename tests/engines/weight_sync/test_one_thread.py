@@ -169,6 +169,16 @@ def test_named_tensors_are_written_in_place_whatever_their_names() -> None:
         rlcore.WeightSender({"a": given["a"]}, rlcore.WeightReceiver({"a": served["a"], "a.b": served["a.b"]})).send()
 
 
+def test_a_tensor_with_gaps_is_staged_and_what_lies_in_the_gaps_stays() -> None:
+    whole = torch.full((6, 8), -1.0)
+    given = {"a": torch.arange(18.0).view(6, 3)}
+    sender = rlcore.WeightSender(given, rlcore.WeightReceiver({"a": whole[:, :3]}))
+    sender.send()
+    given["a"].add_(100)
+    assert sender.send(staged=True).version == 2
+    assert torch.equal(whole[:, :3], given["a"]) and bool((whole[:, 3:] == -1).all())
+
+
 def test_receivers_that_are_none_are_refused() -> None:
     tensor = torch.zeros(2)
     receivers: dict[str, Any] = {

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.weight_sync import endpoint, target
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
+from rlcore.engines.weight_sync.channels.shared_store import SharedStore
 from rlcore.engines.weight_sync.messages import Offer, decoded
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors
@@ -25,9 +26,10 @@ from rlcore.engines.weight_sync.options import RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.session import SyncSession, _Round
-from rlcore.engines.weight_sync.transports.base import Route
+from rlcore.engines.weight_sync.transports.base import PATIENCE, Route, Surroundings
+from rlcore.engines.weight_sync.transports.collective import CollectiveTransport
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedTensors
-from rlcore.errors import InvalidInputError, SyncError, UnsupportedError
+from rlcore.errors import InvalidInputError, StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
 from rlcore.types import SyncReport
 from rlcore.weights.view import WeightView
@@ -252,6 +254,26 @@ def test_a_staged_round_that_fails_leaves_the_old_weights_whole(make: Make) -> N
     check(world, Sizes())
 
 
+@pytest.mark.parametrize("route", ["local", "packed"])
+def test_the_second_copy_of_a_staged_round_is_freed_with_it(make: Make, route: Route) -> None:
+    world = make(Sizes())
+    world.sync(route=route)
+    receiver: Any = world.receivers[0]
+    copies: list[StorageWeakRef] = []
+
+    def stage(tensors: dict[str, Tensor], real: Any = receiver._stage) -> dict[str, Tensor]:
+        staged: dict[str, Tensor] = real(tensors)
+        copies.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in staged.values())
+        return staged
+
+    receiver._stage = stage
+    for version in (2, 3):
+        world.module.add(1.0)
+        world.sync(route=route, is_staged=True, version=version)
+        check(world, Sizes())
+        assert copies and all(copy.expired() for copy in copies)
+
+
 def test_staging_that_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make(Sizes())
     world.sync()
@@ -316,6 +338,74 @@ def test_weights_in_many_small_blocks_of_memory_are_opened_once_and_not_again(
         check(world, Sizes(layers=layers))
 
 
+def _replace(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    setattr(owner, name, nn.Parameter(parameter.detach() + 1))
+
+
+def _give_other_data(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    parameter.data = parameter.detach() + 1
+
+
+def _swap(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() + 1))  # type: ignore[no-untyped-call]
+
+
+def _convert(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    owner.to(torch.bfloat16)
+
+
+def _write(parameter: Tensor, owner: nn.Module, name: str) -> None:
+    parameter.detach().add_(1)
+
+
+@pytest.mark.parametrize("move", [_replace, _give_other_data, _swap, _convert])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_parameter_that_got_other_memory_is_sent_from_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch, route: Route, move: Callable[[Tensor, nn.Module, str], None]
+) -> None:
+    """By "direct" the receivers copied the old memory for ever, as versions that were called new."""
+    monkeypatch.setattr("rlcore.engines.weight_sync.transports.ipc_memory.sender_here", lambda epoch: None)
+    world = make(Sizes(layers=1))
+    if route == "local":
+        monkeypatch.undo()
+    embedding = world.module.embed
+    opened = []
+    for version, change in enumerate([_write, _write, move, _write, move]):
+        change(embedding.weight, embedding, "weight")
+        opened.append(world.sync(route=route, version=version).handles_opened)
+        check(world, Sizes(layers=1))
+    has_new_plan = move is _convert  # a trainer of another dtype is planned for anew, the first time
+    assert [count > 0 for count in opened] == {
+        "local": [False] * 5,
+        "direct": [True, False, True, False, not has_new_plan],
+        "packed": [True, False, has_new_plan, False, False],
+    }[route], "none where nothing has moved"
+
+
+def test_memory_that_has_moved_is_not_sent_while_a_receiver_holds_what_it_was(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round fails, and the next one takes the memory back again."""
+    monkeypatch.setattr("rlcore.engines.weight_sync.transports.ipc_memory.sender_here", lambda epoch: None)
+    world = make(Sizes(layers=1))
+    world.sync(route="direct")
+    _give_other_data(world.module.embed.weight, world.module.embed, "weight")
+    revoke, failing = type(get_device("cpu").memory).revoke, [True]
+
+    def refused(*arguments: Any, **options: Any) -> None:
+        if failing:
+            raise StateError("a receiver does not let go")
+        revoke(*arguments, **options)
+
+    monkeypatch.setattr(type(get_device("cpu").memory), "revoke", refused)
+    for _ in range(2):
+        with pytest.raises(StateError, match="a receiver does not let go"):
+            world.sync(route="direct")
+    failing.clear()
+    assert world.sync(route="direct").handles_opened > 0
+    check(world, Sizes(layers=1))
+
+
 def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
     cpu = get_device("cpu")
     flat = torch.arange(4000 * 64, dtype=torch.float32)
@@ -334,6 +424,22 @@ def test_thousands_of_weights_of_one_block_are_one_handle() -> None:
     assert all(torch.equal(tensors[number], parameter.view(-1)) for number, parameter in enumerate(module))
     opened.close()
     sender.close()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "is_formed_anew"), [(60.0, False), (50.0, False), (100.0, False), (130.0, True), (40.0, True)]
+)
+def test_a_group_serves_rounds_of_about_its_own_time(timeout_s: float, is_formed_anew: bool) -> None:
+    """One of less time would end before the group's wait does, and one of much more has to be more patient."""
+    peers = LocalPeers("nobody", [])
+    transport = CollectiveTransport(peers, peers, SharedStore, Surroundings([], set(), []))
+    joins: list[float] = []
+    transport._join = lambda calls, left: joins.append(left())  # type: ignore[method-assign]
+    transport._form_group(lambda: 60.0, is_on_host=False)
+    assert transport._timeout_s == PATIENCE * 60
+    transport._form_group(lambda: timeout_s, is_on_host=False)
+    assert joins == [60.0, timeout_s][: 1 + is_formed_anew]
+    transport.close(lambda: 1.0)
 
 
 def test_weights_are_grouped_for_the_loader_by_looking_at_each_once() -> None:
