@@ -24,7 +24,7 @@ from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
 from rlcore.rollout.conversation import reader_of
 from rlcore.rollout.direct_episodes import DirectEpisodes
-from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode import Episode, EpisodeEnd, in_words
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
@@ -494,10 +494,10 @@ class RolloutController:
         self._check_open("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
             self._failures_told = True  # until the next wait, which tries again, none begins
-            last = self._episodes.last_failure_in_words()
+            last = self._episodes.last_failure
             raise RolloutError(
-                f"{num_failures} episodes have failed in a row, the last one with {last}"
-            ) from self._episodes.last_failure
+                f"{num_failures} episodes have failed in a row, the last one with {in_words(last)}"
+            ) from last
         if error := self._fleet.why_none():
             raise error
         if self._pacing is not None:
@@ -525,7 +525,7 @@ class RolloutController:
     def _failures(self) -> str:
         if not (in_row := self._episodes.failures_in_row):
             return ""
-        return f" ({in_row} have failed in a row, the last one with {self._episodes.last_failure_in_words()})"
+        return f" ({in_row} have failed in a row, the last one with {in_words(self._episodes.last_failure)})"
 
     def _run_now(
         self, what: str, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None

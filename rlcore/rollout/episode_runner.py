@@ -115,8 +115,9 @@ class EpisodeRunner:
                 f"episodes that close() cancelled go on after {timeout_s:g} s; a workflow must await, and not compute, "
                 "and let asyncio.CancelledError through"
             ) from error
-        self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        finally:  # the thread ends by itself once a workflow that computes gives it back
+            self._is_closed = True
+            self.call_soon(self._loop.stop)
         self._thread.join(timeout_s)
 
     # --------------------------------------------------------------------------------- in the loop's thread

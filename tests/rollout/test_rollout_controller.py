@@ -355,6 +355,7 @@ def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: 
             began.set()
             may_end.wait()
 
+    before = set(threading.enumerate())
     rollout = RolloutController(SimulatedEngine(), Blocks(), batch_size=4)
     rollout.submit(1)
     began.wait()
@@ -363,6 +364,27 @@ def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: 
     ):
         rollout.close()
     may_end.set()
+    assert_ended(set(threading.enumerate()) - before)
+
+
+def test_an_engine_that_stands_still_goes_on_after_close() -> None:
+    engine = SimulatedEngine()
+    with controller(engine) as rollout, rollout.generation_paused():
+        rollout.close()
+    assert not engine._is_paused
+
+
+def test_direct_episodes_and_those_of_training_each_tell_their_own_failures() -> None:
+    with controller(workflow=Acts(), batch_size=1) as rollout:
+        rollout.submit("lie")
+        until(lambda: rollout.stats.failed)
+        with pytest.raises(RolloutError, match=r"none of 2 episodes ended well: they were rejected$"):
+            rollout.evaluate(["reject", "reject"])
+        with pytest.raises(RolloutError, match=r"none of 2 episodes ended well: ValueError: planted$") as failed:
+            rollout.evaluate(["raise", "reject"])
+        assert str(failed.value.__cause__) == "planted"
+        with pytest.raises(StateError, match=r"the last one with InvalidInputError: run_episode\(\) must return"):
+            rollout.wait(1)
 
 
 def test_an_engine_has_one_controller_at_a_time() -> None:
