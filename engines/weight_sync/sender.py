@@ -56,7 +56,7 @@ class SourceTensors(Protocol):
 
 
 class Reader(Protocol):
-    """What copies from a sender's own tensors, in its process."""
+    """A receiver that copies from a sender's own tensors, in its process."""
 
     def forget_sources(self) -> None:
         """Hold none of them until they are asked for again."""
@@ -97,7 +97,7 @@ class Sender:
         """It grows whenever the exports of the parts are taken back: they have to be offered anew."""
         self._groups: dict[str, SyncGroup] = {}
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-        """Those in this process to which it was offered."""
+        """The receivers of this process that it was offered to."""
         _here[self._info.epoch] = self
 
     # ------------------------------------------------------------------------------------------ what is there
