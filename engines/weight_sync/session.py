@@ -249,7 +249,8 @@ class _Round:
     def _around(self) -> Surroundings:
         ends = [*self._agreed.senders, *self._agreed.receivers]
         machines, kinds = [one.machine for one in ends], {one.device for one in ends}
-        return Surroundings(machines, kinds, [summary.are_reached for summary in self._agreed.summaries])
+        reached = [summary.are_reached for summary in self._agreed.summaries]
+        return Surroundings(machines, kinds, reached, self._session.name)
 
     def _test_plans(self) -> None:
         summaries = self._all_receivers("self_test")
