@@ -83,7 +83,12 @@ class RewardPool:
     def _run(self, name: str, body: bytes) -> float | list[float]:
         child = self._child()
         ended = threading.Lock()  # taken by what comes first, the deadline or the end of the call
-        timer = threading.Timer(self._timeout_s, lambda: ended.acquire(blocking=False) and child.kill())
+
+        def end_late_call() -> None:
+            if ended.acquire(blocking=False):
+                child.kill()
+
+        timer = threading.Timer(self._timeout_s, end_late_call)
         timer.start()
         try:
             child.send(body)
