@@ -121,6 +121,33 @@ def test_weights_changed_in_place_are_sent_though_nobody_says_so(make: Make) -> 
     assert world.sync(is_same=True).moved_bytes == 0
 
 
+def _verify(world: World) -> dict[str, Any]:
+    return {"is_verified": True}
+
+
+def _write_another(world: World) -> dict[str, Any]:
+    world.module.head.weight.detach().add_(1)
+    return {}
+
+
+def _lose_the_plan(world: World) -> dict[str, Any]:
+    world.receivers[0].abandon()
+    return {}
+
+
+@pytest.mark.parametrize("move", [_verify, _write_another, _lose_the_plan])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_round_that_moves_looks_at_the_module_whatever_it_was_told(
+    make: Make, route: Route, move: Callable[[World], dict[str, Any]]
+) -> None:
+    world = make(Sizes(layers=1))
+    world.sync(route=route)
+    world.module.embed.weight = nn.Parameter(world.module.embed.weight.detach() + 1)
+    report = world.sync(route=route, is_same=True, **move(world))
+    assert report.moved_bytes > 0
+    check(world, Sizes(layers=1))
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_trainers_that_take_turns_are_not_mixed_up(make: Make, route: Route) -> None:
     first, second, other = make(Sizes(), 2), make(Sizes(), 2), make(Sizes(hidden=5))
