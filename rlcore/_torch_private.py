@@ -86,6 +86,16 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in away}
 
 
+def stored_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the parameters and persistent buffers of modules, without their submodules. Since torch 2.10."""
+    found: list[Tensor | None] = []
+    for module in modules:  # tens of thousands: a call for each would take longer than all of this
+        found += module._parameters.values()
+        if module._buffers:
+            found += persistent_buffers(module).values()
+    return [tensor for tensor in found if tensor is not None]
+
+
 def own_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """Return the submodules of one module. ``children()`` takes several times as long. Since torch 2.10."""
     return module._modules

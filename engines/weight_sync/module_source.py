@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlcore._torch_private import numbers_of_writes, own_modules, own_parameters
+from rlcore._torch_private import numbers_of_writes, own_modules, stored_tensors
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
@@ -42,7 +42,10 @@ class ModuleSourceTensors:
         own_views = module.weight_views if isinstance(module, TrainModule) else model_weights(module)
         self._weight_views: Callable[[], Iterable[WeightView]] = views or own_views
         self._release = release
-        self._known: list[nn.Parameter | None] = []
+        self._known: list[Tensor] = []
+        """The parameters and persistent buffers that were described."""
+        self._layouts: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]] = []
+        """Their dtypes, shapes and strides then."""
         self._views: list[WeightView] = []
         self._parameters: RankParameters | None = None
         self._parts: list[Tensor] = []
@@ -56,7 +59,7 @@ class ModuleSourceTensors:
 
     def forget(self) -> None:
         """Hold no tensor until the next ``parts()``."""
-        self._known, self._views, self._parameters, self._parts = [], [], None, []
+        self._known, self._layouts, self._views, self._parameters, self._parts = [], [], [], None, []
 
     def parts(self) -> list[Tensor]:
         source = self._refresh()
@@ -76,26 +79,26 @@ class ModuleSourceTensors:
                 release()
 
     def changes(self) -> list[int]:
-        # A write through a sharded parameter is counted by it, and not by its part.
-        known = (parameter for parameter in self._known if parameter is not None)
-        return numbers_of_writes(chain(self._parts, known))
+        return numbers_of_writes(chain(self._parts, self._known))  # a write through a DTensor is not its part's
 
     @property
     def _described(self) -> RankParameters:
         return self._parameters or self._refresh()
 
     def _refresh(self) -> RankParameters:
-        """Return the description of the module, a new one when the module has other parameters."""
+        """Return the description of the module, a new one when it has other tensors, or one is laid out otherwise."""
         modules = _modules(self._module)
         if self._release is None:
             _reshard(self._module, modules)
         else:
             self._release()
-        present = list(chain.from_iterable(own_parameters(module).values() for module in modules))
-        if self._parameters is None or len(present) != len(self._known) or not all(map(is_, present, self._known)):
+        present = stored_tensors(modules)
+        layouts = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in present]
+        is_known = layouts == self._layouts and all(map(is_, present, self._known))
+        if self._parameters is None or not is_known:
             self._views = list(self._weight_views())
             self._parameters = describe(self._views, self._num_ranks)
-            self._known, self._parts = present, []
+            self._known, self._layouts, self._parts = present, layouts, []
         return self._parameters
 
 

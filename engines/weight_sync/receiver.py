@@ -74,7 +74,7 @@ class Receiver:
         self._address = address
         self._device = target.device
         self._info = endpoint_info(self._device)
-        self._imported = ImportedMemory(self._device)
+        self._imported = ImportedMemory(self._device, self._forget_copies)
         self._events = SlotEvents(self._device)
         self._trainer = ""
         """The trainer whose staging buffers and tensors are open."""
@@ -252,6 +252,10 @@ class Receiver:
             DeviceError, StateError: a handle cannot be opened; says why.
         """
         return self._imported.open_offers(offers, self._are_reached(len(offers)), timeout_s)
+
+    def _forget_copies(self) -> None:
+        for plan in [*self._plans.values(), *self._loads.values()]:
+            plan.let_go()
 
     def _are_reached(self, num_senders: int) -> list[bool]:
         """Return for each sender True if its memory can be opened here. The plan reads no other sender's memory."""

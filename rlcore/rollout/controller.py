@@ -24,7 +24,7 @@ from rlcore.engines.sampling.prompts import ParamsLike
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
 from rlcore.rollout.conversation import reader_of
 from rlcore.rollout.direct_episodes import DirectEpisodes
-from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode import Episode, EpisodeEnd, in_words
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
@@ -148,6 +148,8 @@ class RolloutController:
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
         self._is_paused = self._is_closed = self._failures_told = False
+        self._num_changing = 0
+        """How many blocks are under way in which engines may get another version than the controller's."""
         self.timeline = Timeline()
         """When each sampler generated, and when the trainer trained, waited and synced."""
         self._lent = lent
@@ -244,9 +246,9 @@ class RolloutController:
 
     def prepare_episodes(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> list[Episode]:
         """Return the episodes that ``prepare_batch`` makes a batch of."""
-        self._episodes.source.use(dataloader)
         with self._changed:
             self._check_open("prepare_batch()")
+            self._episodes.source.use(dataloader)
             self._episodes.fill()
         self._start_due()
         return self.wait(timeout_s=timeout_s)
@@ -306,7 +308,7 @@ class RolloutController:
         ``set_version`` inside.
         """
         self._check_open("generation_paused()")
-        with self._fleet.paused() as engines:
+        with self._weights_may_change(), self._fleet.paused() as engines:
             yield engines
 
     @takes("update_weights()", train=TRAIN_ENGINE)
@@ -340,7 +342,7 @@ class RolloutController:
             return report
 
         try:
-            with self._trainer_does("sync"):
+            with self._trainer_does("sync"), self._weights_may_change():
                 return self._fleet.update(sync)
         finally:
             self._start_due()
@@ -396,7 +398,8 @@ class RolloutController:
         """Return the state as plain data, for ``train.save(folder, {"rollout": controller.state_dict()})``.
 
         It has the episodes that have ended and were not given, the items of those that are queued or run, which begin
-        anew after ``load_state_dict``, and the place in the dataloader. Saved with the trainer's checkpoint, each item
+        anew after ``load_state_dict``, and the place in the dataloader. Ended ones with images or routed experts, which
+        are no plain data, begin anew, too. Saved with the trainer's checkpoint, each item
         is trained on once, whichever side is killed when. Items must be plain data for that.
         """
         with self._changed:
@@ -464,8 +467,11 @@ class RolloutController:
         wanted, timeout_s = wait.wanted, wait.timeout_s
 
         def is_ready() -> bool:
-            self._refuse_other_version("wait()")
-            if wait.is_given_up or self._bound.choose(wanted):
+            if wait.is_given_up:
+                return True
+            if not self._serve_this_version("wait()"):
+                return False
+            if self._bound.choose(wanted):
                 return True
             self._check_progress(wanted, has_deadline=timeout_s is not None)
             return False
@@ -488,10 +494,10 @@ class RolloutController:
         self._check_open("wait()")
         if (num_failures := self._episodes.failures_in_row) >= self._max_failures_in_row:
             self._failures_told = True  # until the next wait, which tries again, none begins
-            last = self._episodes.last_failure_in_words()
+            last = self._episodes.last_failure
             raise RolloutError(
-                f"{num_failures} episodes have failed in a row, the last one with {last}"
-            ) from self._episodes.last_failure
+                f"{num_failures} episodes have failed in a row, the last one with {in_words(last)}"
+            ) from last
         if error := self._fleet.why_none():
             raise error
         if self._pacing is not None:
@@ -519,14 +525,13 @@ class RolloutController:
     def _failures(self) -> str:
         if not (in_row := self._episodes.failures_in_row):
             return ""
-        return f" ({in_row} have failed in a row, the last one with {self._episodes.last_failure_in_words()})"
+        return f" ({in_row} have failed in a row, the last one with {in_words(self._episodes.last_failure)})"
 
     def _run_now(
         self, what: str, items: Sequence[Any], timeout_s: float | None, workflow: Workflow, accept: Accept | None
     ) -> list[Episode]:
         with self._changed:
             self._check_open(what)
-            self._refuse_other_version(what)
             if self._is_paused:
                 raise StateError(f"{what} is refused while the controller is paused; call resume()")
             if not items:
@@ -534,18 +539,41 @@ class RolloutController:
 
         def check() -> None:
             self._check_open(what)  # its episodes are cancelled by close(), without a result
+            self._serve_this_version(what)  # if not yet, the engines stand still until they do
             if error := self._fleet.why_none():
                 raise error
 
         return self._direct.run(items, workflow, accept, timeout_s=timeout_s, check=check)
 
-    def _refuse_other_version(self, purpose: str) -> None:
+    @contextlib.contextmanager
+    def _weights_may_change(self) -> Iterator[None]:
+        """Inside, engines may get another version than the controller's: who waits in another thread waits for it."""
+        with self._changed:
+            self._num_changing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_changing -= 1
+                self._changed.notify_all()
+
+    def _serve_this_version(self, purpose: str) -> bool:
+        """Return True if the engines serve the controller's version, False while another thread changes theirs.
+
+        It is called with the lock held.
+
+        Raises:
+            StateError: they serve another one, and nobody changes that.
+        """
         served = self._fleet.served_versions
-        if served - {self.version}:
-            raise StateError(
-                f"{purpose} is refused: the engines serve version {min(served)} and the controller is at "
-                f"{self.version}; call update_weights(train, version=controller.version)"
-            )
+        if not served - {self.version}:
+            return True
+        if self._num_changing:
+            return False
+        raise StateError(
+            f"{purpose} is refused: the engines serve version {min(served)} and the controller is at "
+            f"{self.version}; call update_weights(train, version=controller.version)"
+        )
 
     def _wake(self) -> None:
         with self._changed:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlcore.errors import RolloutError, RolloutTimeoutError
-from rlcore.rollout.episode import Episode, EpisodeEnd
+from rlcore.rollout.episode import Episode, EpisodeEnd, in_words
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.waiting import Waiting
@@ -28,7 +28,7 @@ class DirectEpisodes:
 
     def __init__(self, lock: threading.Condition, queue: EpisodeQueue, runner: EpisodeRunner, waiting: Waiting) -> None:
         self._lock, self._queue, self._runner, self._waiting = lock, queue, runner, waiting
-        self._under_way: dict[int, Future[Episode | None]] = {}
+        self._under_way: dict[int, Future[EpisodeEnd]] = {}
 
     def run(
         self,
@@ -51,7 +51,7 @@ class DirectEpisodes:
         with self._lock:
             check()
             numbers = [self._queue.begin_direct() for _ in items]
-            futures: list[Future[Episode | None]] = [Future() for _ in items]
+            futures: list[Future[EpisodeEnd]] = [Future() for _ in items]
             self._under_way |= zip(numbers, futures, strict=True)
         try:
             for number, data in zip(numbers, items, strict=True):
@@ -64,16 +64,13 @@ class DirectEpisodes:
             with self._lock:
                 for number in numbers:
                     self._under_way.pop(number, None)
-        episodes = [episode for future in futures if (episode := future.result()) is not None]
-        if not episodes:
-            raise RolloutError(
-                f"none of {len(items)} episodes ended well: {self._queue.last_failure_in_words()}"
-            ) from self._queue.last_failure
+        ends = [future.result() for future in futures]
+        if not (episodes := [end.episode for end in ends if end.is_good]):
+            last = next((end.error for end in reversed(ends) if end.error is not None), None)
+            raise RolloutError(f"none of {len(items)} episodes ended well: {in_words(last)}") from last
         return episodes
 
-    def _await(
-        self, futures: Sequence[Future[Episode | None]], timeout_s: float | None, check: Callable[[], None]
-    ) -> None:
+    def _await(self, futures: Sequence[Future[EpisodeEnd]], timeout_s: float | None, check: Callable[[], None]) -> None:
         def is_ready() -> bool:
             if all(future.done() for future in futures):
                 return True
@@ -90,4 +87,4 @@ class DirectEpisodes:
 
     def note_end(self, end: EpisodeEnd) -> None:
         """Note that one of them has ended, but for a cancellation. It is called with the lock held."""
-        self._under_way[end.episode.number].set_result(end.episode if end.is_good else None)
+        self._under_way[end.episode.number].set_result(end)

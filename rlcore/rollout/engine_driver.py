@@ -150,7 +150,7 @@ class EngineDriver:
         self._on_failure(self, error, lost)
 
     def close(self, timeout_s: float) -> None:
-        """End the thread and abort what the engine has under way."""
+        """End the thread and abort what the engine has under way; one that stands still goes on for its next user."""
         with self._changed:
             is_ended, self._is_ended = self._is_ended, True
             self._new, self._sending = [], []
@@ -160,6 +160,8 @@ class EngineDriver:
         if not is_ended and not self._thread.is_alive():
             with contextlib.suppress(RlcoreError):  # its workers may have ended
                 self.engine.abort(list(self._under_way))
+                if self._stands_still:
+                    self.engine.resume()
         self._under_way = {}
 
     # --------------------------------------------------------------------------------- the driver's thread

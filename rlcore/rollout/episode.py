@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rlcore.errors import one_line
 from rlcore.rollout.trajectory import Trajectory
 
 Outcome = Literal["ended", "rejected", "failed", "timed_out", "cancelled"]
@@ -46,3 +47,8 @@ class EpisodeEnd:
     @property
     def is_good(self) -> bool:
         return self.outcome == "ended"
+
+
+def in_words(error: BaseException | None) -> str:
+    """Return why episodes have not ended well, of which this is the last error."""
+    return "they were rejected" if error is None else one_line(error)

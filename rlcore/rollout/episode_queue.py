@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rlcore.errors import InvalidInputError, StateError, one_line
+from rlcore.errors import InvalidInputError, StateError
 from rlcore.rollout.episode import Episode, EpisodeEnd
 from rlcore.rollout.item_source import ItemSource
 from rlcore.rollout.staleness import StalenessBound
@@ -64,6 +64,7 @@ class EpisodeQueue:
         self.failures_in_row = 0
         """The number of episodes that failed since one did not; direct ones do not count."""
         self.last_failure: BaseException | None = None
+        """The error of the last of them."""
         self.rejections_in_row = 0
 
     def add(self, data: Any) -> int:
@@ -98,9 +99,9 @@ class EpisodeQueue:
             self.counts["tokens_discarded"] += end.num_sampled
             return
         self.counts[end.outcome] += 1
-        self.last_failure = end.error or self.last_failure
         if not is_direct:  # who waits for a direct episode is told of it
             self.failures_in_row = self.failures_in_row + 1 if end.error is not None else 0
+            self.last_failure = end.error
         self.rejections_in_row = self.rejections_in_row + 1 if end.outcome == "rejected" else 0
         is_used = end.is_good if is_direct else self._keep(end)
         if end.outcome == "rejected":
@@ -140,8 +141,8 @@ class EpisodeQueue:
         return to_cancel
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain data; episodes that run are queued in it, and so are those whose sequences have images."""
-        plain = {number: one for number, one in self.ready.items() if not any(t.inputs for t in one.trajectories)}
+        """Return it as plain data; episodes that run are queued in it, and so are those that are no plain data."""
+        plain = {number: one for number, one in self.ready.items() if all(t.is_plain for t in one.trajectories)}
         again = self._running | {number: one.data for number, one in self.ready.items() if number not in plain}
         return {
             "format": _FORMAT,
@@ -182,9 +183,6 @@ class EpisodeQueue:
             self.bound.ready[number] = self.bound.version if oldest is None else oldest
         self.queued.extend(found.queued)
         self.source.load_state_dict(msgspec.structs.asdict(found.source))
-
-    def last_failure_in_words(self) -> str:
-        return "they were rejected" if self.last_failure is None else one_line(self.last_failure)
 
     def _new_number(self) -> int:
         self._next_number += 1

@@ -75,7 +75,10 @@ class EpisodeRunner:
         self.call_soon(self._start, number, data, workflow, accept)
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """Cancel those of these episodes that run. One of the same number that is started later is another one."""
+        """Cancel those of these episodes that run. One of the same number that is started later is another one.
+
+        They end as "cancelled", whatever their workflows do then.
+        """
         self.call_soon(self._cancel, list(numbers))
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
@@ -112,8 +115,9 @@ class EpisodeRunner:
                 f"episodes that close() cancelled go on after {timeout_s:g} s; a workflow must await, and not compute, "
                 "and let asyncio.CancelledError through"
             ) from error
-        self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        finally:  # the thread ends by itself once a workflow that computes gives it back
+            self._is_closed = True
+            self.call_soon(self._loop.stop)
         self._thread.join(timeout_s)
 
     # --------------------------------------------------------------------------------- in the loop's thread
@@ -165,9 +169,6 @@ class EpisodeRunner:
             if trajectories and (accept is None or accept(trajectories)):
                 outcome = "ended"
         except asyncio.CancelledError:
-            if self._tasks.get(number) is not asyncio.current_task():
-                self._on_end(EpisodeEnd(Episode(number, data, []), "cancelled", client.num_sampled))
-                raise
             outcome, error = "failed", RolloutError("the workflow has cancelled itself")
         except TimeoutError as late:
             outcome, error = "timed_out", self._too_long() if limit.expired() else late
@@ -175,6 +176,10 @@ class EpisodeRunner:
             raise
         except BaseException as failed:  # groups of exceptions, and SystemExit, too: somebody waits for the end
             outcome, error = "failed", failed
+        if self._tasks.get(number) is not asyncio.current_task():
+            # It was cancelled, and another task may run its episode by now: however the workflow has taken that, with
+            # an error of its own or a result, it is not that one's end.
+            trajectories, outcome, error = [], "cancelled", None
         if error is not None:
             _log.warning("episode %d %s: %s; item %.200r", number, outcome, one_line(error), data)
         self._on_end(EpisodeEnd(Episode(number, data, trajectories), outcome, client.num_sampled, error))

@@ -151,17 +151,10 @@ class Fleet:
     def close(self) -> None:
         self._is_closed.set()
         with contextlib.ExitStack() as ends:  # each driver ends, whatever the end of another raises
-            ends.callback(self._close_guest)
-            for driver in self._drivers:
+            for driver in (*self._drivers, *([self._guest] if self._guest else [])):
                 ends.callback(driver.close, _CLOSE_S)
 
     # ----------------------------------------------------------------------------------------------------
-
-    def _close_guest(self) -> None:
-        if self._guest is not None:
-            self._guest.close(_CLOSE_S)
-            with contextlib.suppress(RlcoreError):  # its workers may have ended
-                self._guest.engine.resume()
 
     def _watch(self) -> None:
         """Take out the engines that have not answered for too long, until ``close``."""

@@ -123,6 +123,11 @@ class Trajectory:
         own, later = self.routed_experts, completion.routed_experts
         return None if own is None or later is None else torch.cat([own, later[len(own) :]])
 
+    @property
+    def is_plain(self) -> bool:
+        """True if ``plain`` has all of it: neither experts nor inputs beside the tokens."""
+        return self.routed_experts is None and not self.inputs
+
     def plain(self) -> dict[str, Any]:
         """Return it as plain data, without the experts and the inputs beside the tokens."""
         found = asdict(replace(self, routed_experts=None, inputs={}))

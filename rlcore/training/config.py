@@ -95,7 +95,7 @@ class RolloutSection(Section):
     batch_size: int = setting(32, COUNT)
     """Episodes (groups of samples of one item) in a batch."""
     samples: int = setting(8, COUNT)
-    """Samples of an item."""
+    """Samples of an item. A single one has no others to compare with: its advantage is its reward."""
     max_tokens: int = setting(512, COUNT)
     temperature: float = setting(1.0, _TEMPERATURE)
     max_staleness: int = setting(1, WHOLE_FROM_0)
@@ -209,6 +209,11 @@ class TrainConfig(Section):
                 "algorithm.minibatches",
                 f"must be at most the {sequences} answers of a batch (rollout.batch_size x rollout.samples), "
                 f"got {self.algorithm.minibatches}",
+            )
+        if self.rollout.workflow is None and self.rollout.drop_equal_groups and self.rollout.samples == 1:
+            raise FieldError(
+                "rollout.samples",
+                "must be at least 2 with drop_equal_groups, which would take other items for ever, got 1",
             )
         if self.placement == "shared":
             self._check_shared()

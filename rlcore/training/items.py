@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,30 @@ from rlcore.training.config import FUNCTION
 
 
 class ShuffledItems:
-    """Items in another order in each pass, which depends on the seed and the pass alone; it keeps its place."""
+    """Items in another order in each pass, which depends on the seed and the pass alone; it keeps its place.
+
+    As a dataloader it gives batches of one, so that an item which is a list is not taken for a batch.
+    """
 
     def __init__(self, items: Sequence[Any], seed: int) -> None:
         self._items, self._seed = items, seed
         self._pass = self._place = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[list[Any]]:
         order = list(range(len(self._items)))
         random.Random(f"{self._seed} {self._pass}").shuffle(order)
         while self._place < len(order):
             self._place += 1
-            yield self._items[order[self._place - 1]]
+            yield [self._items[order[self._place - 1]]]
         self._pass, self._place = self._pass + 1, 0
+
+    @cached_property
+    def digest(self) -> str:
+        """A text that other items, or the same in another order, do not have: a place means nothing among them."""
+        found = hashlib.sha256()
+        for item in self._items:
+            found.update(f"{item!r}\n".encode())
+        return found.hexdigest()
 
     def state_dict(self) -> dict[str, int]:
         return {"pass": self._pass, "place": self._place}

@@ -19,7 +19,7 @@ from torch import Tensor
 import rlcore
 from rlcore import ops
 from rlcore.engines.sampling.model_folder import check_model_folder
-from rlcore.errors import InvalidInputError, RolloutError
+from rlcore.errors import InvalidInputError, RolloutError, one_line
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.quickstart.interrupt import Interrupt, Interrupted
 from rlcore.quickstart.pretrained import model_class
@@ -95,6 +95,8 @@ class TrainProgram:
             raise InvalidInputError(
                 f"{self.folder.path} holds a run of {self._step} steps, and steps is {own.steps}; give as many or more"
             )
+        if extra:
+            self._check_items(extra)
         self._build_samplers()
         self._workflow, self._answer = self._workflows()
         self.rollout = self._stack.enter_context(
@@ -120,6 +122,14 @@ class TrainProgram:
             self.folder.begin()
         self._stack.callback(self._trackers.close)
         self._trackers.begin(self.folder.path, own.plain())
+
+    def _check_items(self, extra: dict[str, Any]) -> None:
+        """Refuse to go on among other items; a checkpoint that is older than the digest has none."""
+        if extra.get("items", self._items.digest) != self._items.digest:
+            raise InvalidInputError(
+                f"cannot resume {self.folder.path}: the items of data.train ({self.config.data.train}) have changed, "
+                "and some would be trained on twice or never; give them as they were, or another output="
+            )
 
     def _build_samplers(self) -> None:
         own = self.config.sampler
@@ -206,7 +216,8 @@ class TrainProgram:
 
     def _save(self) -> None:
         with self._devices_for_training(keeps_samplers=True):
-            self.train.save(self.folder.checkpoint, {"step": self._step, "rollout": self.rollout.state_dict()})
+            state = {"step": self._step, "items": self._items.digest, "rollout": self.rollout.state_dict()}
+            self.train.save(self.folder.checkpoint, state)
 
     def _finish(self) -> None:
         if self._step == self._first and self.folder.model.exists():
@@ -244,7 +255,13 @@ class TrainProgram:
         if not self._held_out:
             return {}
         began = time.perf_counter()
-        episodes = self._asked(lambda: self.rollout.evaluate(self._held_out, self._answer))
+        try:
+            episodes = self._asked(lambda: self.rollout.evaluate(self._held_out, self._answer))
+        except RolloutError as error:
+            if self._step == 0 or not self.rollout.num_healthy:  # before the first step nothing is lost
+                raise
+            self._say(f"step {self._step} has no held_out_reward: {one_line(error)}")
+            return {}
         rewards = [sum(t.reward for t in one.trajectories) / len(one.trajectories) for one in episodes]
         return {"held_out_reward": sum(rewards) / len(self._held_out), "evaluate_s": time.perf_counter() - began}
 

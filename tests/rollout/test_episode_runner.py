@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlcore.engines.sampling.params import SamplingParams
-from rlcore.rollout import RolloutClient, Workflow
+from rlcore.rollout import RolloutClient, Trajectory, Workflow
 from rlcore.rollout.episode import EpisodeEnd
 from rlcore.rollout.episode_runner import EpisodeRunner
 
@@ -56,6 +56,36 @@ def test_an_episode_that_is_cancelled_while_it_ends_and_then_started_again_runs_
     runner.close(60)
     runner.start(8, "late", Rejects(), None)
     assert runner.num_running == 0 and ends.empty()
+
+
+class Tidies(Workflow):
+    """Waits for ever. Once it is cancelled it tidies up, which fails or has a result, as the item says."""
+
+    async def run_episode(self, client: RolloutClient, data: Any) -> Any:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.01)
+            if data == "fails":
+                raise ConnectionError("planted") from None
+            return Trajectory([1], [True], [-1.0], [0]) if data == "has a result" else None
+
+
+@pytest.mark.parametrize("item", ["fails", "has a result", "has none"])
+def test_an_episode_that_was_cancelled_ends_so_whatever_its_workflow_does_then(
+    item: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its number may belong to another one by then."""
+    ends: queue.Queue[EpisodeEnd] = queue.Queue()
+    runner = runner_of(ends.put)
+    runner.start(7, item, Tidies(), None)
+    runner.call_soon(lambda: asyncio.get_running_loop().call_later(0.01, runner.cancel, [7]))  # once it has begun
+    runner.call_soon(lambda: asyncio.get_running_loop().call_later(0.01, runner.start, 7, "again", Rejects(), None))
+    again, cancelled = (ends.get(timeout=60) for _ in range(2))
+    assert (again.episode.data, again.outcome) == ("again", "rejected")
+    assert (cancelled.episode.data, cancelled.outcome, cancelled.error) == (item, "cancelled", None)
+    assert not cancelled.episode.trajectories and not caplog.messages
+    runner.close(60)
 
 
 def test_ctrl_c_in_a_call_does_not_stop_the_runner(monkeypatch: pytest.MonkeyPatch) -> None:

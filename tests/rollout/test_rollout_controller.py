@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import (
@@ -354,6 +355,7 @@ def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: 
             began.set()
             may_end.wait()
 
+    before = set(threading.enumerate())
     rollout = RolloutController(SimulatedEngine(), Blocks(), batch_size=4)
     rollout.submit(1)
     began.wait()
@@ -362,6 +364,27 @@ def test_an_episode_that_does_not_let_itself_be_cancelled_is_named(monkeypatch: 
     ):
         rollout.close()
     may_end.set()
+    assert_ended(set(threading.enumerate()) - before)
+
+
+def test_an_engine_that_stands_still_goes_on_after_close() -> None:
+    engine = SimulatedEngine()
+    with controller(engine) as rollout, rollout.generation_paused():
+        rollout.close()
+    assert not engine._is_paused
+
+
+def test_direct_episodes_and_those_of_training_each_tell_their_own_failures() -> None:
+    with controller(workflow=Acts(), batch_size=1) as rollout:
+        rollout.submit("lie")
+        until(lambda: rollout.stats.failed)
+        with pytest.raises(RolloutError, match=r"none of 2 episodes ended well: they were rejected$"):
+            rollout.evaluate(["reject", "reject"])
+        with pytest.raises(RolloutError, match=r"none of 2 episodes ended well: ValueError: planted$") as failed:
+            rollout.evaluate(["raise", "reject"])
+        assert str(failed.value.__cause__) == "planted"
+        with pytest.raises(StateError, match=r"the last one with InvalidInputError: run_episode\(\) must return"):
+            rollout.wait(1)
 
 
 def test_an_engine_has_one_controller_at_a_time() -> None:
@@ -977,6 +1000,123 @@ def test_episodes_that_a_jump_of_versions_made_too_stale_begin_anew() -> None:
         rollout.update_weights(trainer, version=5)
         assert [one.oldest_version for one in rollout.wait()] == [5, 5]
         assert rollout.stats.too_stale == 4 and rollout.stats.tokens_discarded >= 2
+
+
+class Tidies(Workflow):
+    """As ``Steps``; once it is cancelled it tidies up, which fails or rejects the episode, as it says."""
+
+    def __init__(self, fails: bool) -> None:
+        self._fails = fails
+
+    async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory] | None:
+        try:
+            await client.generate([data, 1])
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.02)
+            if self._fails:
+                raise ConnectionError("planted") from None
+            return None
+        return client.trajectories()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_episode_that_begins_anew_is_not_lost_by_what_its_workflow_does_when_it_is_cancelled(fails: bool) -> None:
+    engine = SimulatedEngine(step_s=0.001)
+    with controller(engine, Tidies(fails), batch_size=2, max_staleness=0) as rollout:
+        numbers = [rollout.submit(100), rollout.submit(100)]
+        until(lambda: engine.num_under_way == 2)
+        rollout.update_weights(SimulatedTrainer())
+        assert sorted(one.number for one in rollout.wait(2)) == numbers
+        stats = rollout.stats
+        assert (stats.given, stats.too_stale, stats.failed, stats.rejected) == (2, 2, 0, 0)
+
+
+def test_direct_episodes_that_were_cancelled_are_no_failures_in_a_row() -> None:
+    engine = SimulatedEngine(step_s=0.001)
+    with controller(engine, Tidies(fails=True), batch_size=1, max_failures_in_row=2) as rollout:
+        with pytest.raises(RolloutTimeoutError):
+            rollout.evaluate([10**9] * 2, timeout_s=0.05)
+        until(lambda: not engine.num_under_way)
+        time.sleep(0.05)  # they tidy up
+        rollout.submit(1)
+        assert len(rollout.wait(1)) == 1 and rollout.stats.failed == 0
+
+
+def test_who_waits_in_another_thread_while_the_weights_change_waits_for_them() -> None:
+    engines = [SimulatedEngine(step_s=0.001), SimulatedEngine(step_s=0.001)]
+
+    class OneByOne(SimulatedTrainer):
+        def sync_weights(self, engines: Sequence[SimulatedEngine], *, version: int) -> str:
+            engines[0].version = version
+            others.append(threads.submit(rollout.evaluate, [1]))
+            rollout._wake()
+            time.sleep(0.05)  # both have looked
+            assert not any(one.done() for one in others)
+            return super().sync_weights(engines, version=version)
+
+    with controller(engines, batch_size=2, max_staleness=2) as rollout, ThreadPoolExecutor() as threads:
+        for _ in range(2):
+            rollout.submit(100)
+        others = [threads.submit(rollout.wait, 2)]
+        until(lambda: all(engine.num_under_way for engine in engines))
+        rollout.update_weights(OneByOne())
+        assert [len(one.result(60)) for one in others] == [2, 1]
+
+
+def test_after_a_change_of_weights_that_failed_a_wait_says_so() -> None:
+    class Fails(SimulatedTrainer):
+        def sync_weights(self, engines: Sequence[SimulatedEngine], *, version: int) -> str:
+            engines[0].version = version
+            raise ValueError("planted")
+
+    engine = SimulatedEngine(step_s=0.001)
+    with controller(engine, batch_size=1) as rollout, ThreadPoolExecutor() as threads:
+        rollout.submit(10**9)
+        other = threads.submit(rollout.wait, 1)
+        until(lambda: engine.num_under_way)
+        with pytest.raises(ValueError, match="planted"):
+            rollout.update_weights(Fails())
+        told = "is refused: the engines serve version 1 and the controller is at 0; call update_weights"
+        with pytest.raises(StateError, match=re.escape(f"wait() {told}")):
+            other.result(60)
+        with pytest.raises(StateError, match=re.escape(f"evaluate() {told}")):
+            rollout.evaluate([1])
+
+
+def test_a_state_that_is_asked_for_while_a_dataloader_continues_has_its_place() -> None:
+    class Slow(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                asked.set()
+                time.sleep(0.005)
+                yield item
+
+    with controller() as rollout:
+        rollout.prepare_batch(list(range(20)), timeout_s=60)
+        saved = rollout.state_dict()
+    asked = threading.Event()
+    with controller() as rollout, ThreadPoolExecutor() as threads:
+        rollout.load_state_dict(saved)
+        preparing = threads.submit(rollout.prepare_batch, Slow(range(20)))
+        assert asked.wait(60)
+        assert rollout.state_dict()["source"]["num_taken"] >= saved["source"]["num_taken"] > 0
+        preparing.result(60)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"routed_experts": torch.ones(2, 1, 2, dtype=torch.int16)}, {"inputs": {"pixels": torch.ones(1)}}]
+)
+def test_a_finished_episode_that_is_no_plain_data_begins_anew_after_a_resume(beside: dict[str, Any]) -> None:
+    """Without the sampler's experts a batch would be trained on with others, and nobody would be told."""
+    saved = EpisodeQueue(StalenessBound(max_staleness=0, batch_size=2))
+    for data, extra in (("one", beside), ("two", {})):
+        saved.add(data)
+        number, _ = saved.begin()
+        trajectory = Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], **extra)
+        saved.end(EpisodeEnd(Episode(number, data, [trajectory]), "ended", 1), is_direct=False)
+    queue = EpisodeQueue(StalenessBound(max_staleness=0, batch_size=2))
+    queue.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    assert [one.data for one in queue.ready.values()] == ["two"] and list(queue.queued) == [(0, "one")]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from rlcore import ops
 from rlcore.cli import main as cli
 from rlcore.configuration_file import read_configuration
 from rlcore.errors import CheckpointError, RlcoreError
+from rlcore.rollout.item_source import ItemSource
 from rlcore.training.config import LOSSES, TrainConfig
 from rlcore.training.items import ShuffledItems, function_of, items_of
 from rlcore.training.run_folder import TrainFolder
@@ -113,6 +115,7 @@ def config(tmp_path: Path, model: Path) -> Path:
         ("rollout.workflow=judge:fails", "judge:fails failed: TypeError: fails() takes 0 positional arguments but 1"),
         ("rollout.workflow=judge:no_workflow", "judge:no_workflow must return a Workflow, with `async def run"),
         ("algorithm.minibatches=257", "algorithm.minibatches must be at most the 256 answers of a batch (rollout."),
+        ("rollout={samples: 1, drop_equal_groups: true}", "rollout.samples must be at least 2 with drop_"),
         ("algorithm.loss_options=null", "algorithm.loss_options must be a mapping of names to values, got None"),
         ("evaluation.temperature=0.001", "evaluation.temperature must be 0 or a number of at least 0.01, got 0.001"),
         ("trainer.options.devices=cpu", "trainer.options.devices is no option: devices is a field beside options"),
@@ -273,13 +276,25 @@ def test_a_full_disk_is_named(config: Path) -> None:
 
 def test_items_go_on_where_they_were_in_every_pass() -> None:
     items = ShuffledItems(list(range(10)), seed=1)
-    taken = [one for _ in range(2) for one in items]
+    taken = [one for _ in range(2) for (one,) in items]
     assert sorted(taken[:10]) == sorted(taken[10:]) == list(range(10)) and taken[:10] != taken[10:]
     begun = iter(second := ShuffledItems(list(range(10)), seed=1))
-    first = [next(begun) for _ in range(4)]
+    first = [one for (one,) in itertools.islice(begun, 4)]
     resumed = ShuffledItems(list(range(10)), seed=1)
     resumed.load_state_dict(second.state_dict())
-    assert first + [one for _ in range(2) for one in resumed] == taken
+    assert first + [one for _ in range(2) for (one,) in resumed] == taken
+
+
+def test_an_item_that_is_a_list_stays_one() -> None:
+    items: list[list[str]] = [["00+00=", "0"], [], ["one"]]
+    source = ItemSource()
+    source.use(ShuffledItems(items, seed=1))
+    assert sorted(source.take() for _ in items) == sorted([item] for item in items)
+
+
+def test_other_items_have_another_digest() -> None:
+    digests = [ShuffledItems(items, seed=0).digest for items in (["1", "2"], ["2", "1"], ["1"], ["1", 2], [["1", "2"]])]
+    assert len({*digests}) == 5 and digests[0] == ShuffledItems(["1", "2"], seed=1).digest
 
 
 def test_a_loss_of_a_policy_can_be_trained_with() -> None:

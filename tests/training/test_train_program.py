@@ -113,6 +113,46 @@ def test_it_learns_asynchronously_and_a_resume_continues_the_run(folder: Path) -
     }
 
 
+def test_a_resume_among_other_items_is_refused_and_changes_nothing(folder: Path) -> None:
+    """A place in the order of one more item is the place of other items."""
+    train("steps=2", "data.held_out=null")
+    items = folder / "items.jsonl"
+    same = items.read_text()
+    items.write_text('{"prompt": "99+99="}\n' + same)
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    told = r"the items of data\.train \(items\.jsonl\) have changed, .*; give them as they were, or another output="
+    with pytest.raises(InvalidInputError, match=told):
+        train("steps=3", "data.held_out=null", "--resume")
+    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
+    items.write_text(same)
+    train("steps=3", "data.held_out=null", "--resume")
+    check_episodes(folder, 3)
+
+
+def test_an_evaluation_that_fails_after_a_step_ends_nothing_but_one_before_the_first_step_does(folder: Path) -> None:
+    judge = """
+calls = 0
+
+def reward(item, text):
+    global calls
+    calls += item["prompt"] == "held out"
+    if item["prompt"] == "held out" and calls == {failing}:
+        raise RuntimeError("the judge did not answer")
+    return text.count("7") / 8
+"""
+    (folder / "held_out.jsonl").write_text('{"prompt": "held out"}\n')
+    for name, failing in (("fails_first", 1), ("fails_second", 2)):
+        (folder / f"{name}.py").write_text(judge.format(failing=failing))
+    once = "steps=2", "evaluation.every=1", "data.held_out=held_out.jsonl"
+    with pytest.raises(RolloutError, match="none of 1 episodes ended well: RuntimeError: the judge did not answer"):
+        train(*once, "data.reward=fails_first:reward", f"output={folder / 'first'}")
+    found = train(*once, "data.reward=fails_second:reward")
+    told = "step 1 has no held_out_reward: RolloutError: none of 1 episodes ended well: RuntimeError: the judge did not"
+    assert told in found.stderr
+    check_episodes(folder, 2)
+    assert [one["step"] for one in lines(folder, "metrics") if "held_out_reward" in one] == [0, 2]
+
+
 def test_a_run_whose_engines_cannot_start_leaves_the_folder_as_it_was(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

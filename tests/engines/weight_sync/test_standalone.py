@@ -27,6 +27,7 @@ import rlcore
 from rlcore.engines.weight_sync.channels import shared_store
 from rlcore.engines.weight_sync.channels.connections import accept_controls, connect_control
 from rlcore.engines.weight_sync.target import ModuleTarget
+from rlcore.engines.weight_sync.transports.base import Route
 from rlcore.errors import InvalidInputError, SyncError
 from rlcore.registry import get_device
 from rlcore.settings import Settings
@@ -201,6 +202,23 @@ def test_after_revoke_the_memory_of_what_a_function_gave_is_free(other: Other, c
         sender.revoke()
         assert all(storage.expired() for storage in storages)
     sender.close()
+
+
+def test_tensors_that_got_other_memory_are_sent_from_there(other: Other, control: SocketControl) -> None:
+    """By "direct" the receiver copied the old memory for ever, as versions that were called new."""
+    given = tensors(0.0)
+    sender = rlcore.WeightSender(given, control)
+    opened = []
+    routes: list[Route] = ["direct"] * 4 + ["packed"] * 2 + ["collective"] * 2
+    for version, route in enumerate(routes):
+        for tensor in given.values():
+            if version % 2:
+                tensor.data = torch.full_like(tensor, version)
+            else:
+                tensor.fill_(version)
+        opened.append(sender.send(version, route=route).handles_opened)
+        assert other.says() == {"version": version, "sums": sums(version), "is_whole": True}
+    assert opened == [3, 3, 0, 3, 1, 0, 0, 0]
 
 
 def test_names_that_differ_are_refused_on_both_sides(beside: tuple[Beside, SocketControl]) -> None:
