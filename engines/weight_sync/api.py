@@ -201,7 +201,6 @@ class WeightSender:
         """
         self._sender.revoke()
         self._sender.forget()
-        self._source.forget()
 
     def close(self) -> None:
         """Give back everything that receivers may have open."""

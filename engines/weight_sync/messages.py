@@ -102,6 +102,8 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True):
     """The round since which the bucket's changes are told; 0: it is told whole."""
     waits_by_event: bool = False
     """The two sides' devices wait for each other (``SlotEvents``), not each process for its own device."""
+    session: str = ""
+    """The name of the session whose events they are: a sender has others for the receivers of another one."""
     sender: int = 0
     """The position among all of the sender whose bucket it is, for receivers."""
     holder: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class NamedSourceTensors:
         if list(tensors) != self._names or not all(map(_is_laid_out, given, self._layouts)):
             self._describe(tensors)
         addresses = [local_part(tensor).data_ptr() for tensor in given]
-        if addresses != self._addresses or not all(map(is_, given, self._tensors.values())):
+        if addresses != self._addresses or list(map(id, given)) != list(map(id, self._tensors.values())):
             weights = zip(given, self.manifest.weights, strict=True)
             self._parts = [local_part(one.detach()) for one, weight in weights if weight.parameter is not None]
         self._tensors, self._addresses = tensors, addresses
@@ -83,7 +83,7 @@ class NamedSourceTensors:
         return [whole(tensors[number]).contiguous() for number in weights]
 
     def changes(self) -> list[int]:
-        return numbers_of_writes(self._parts)
+        return numbers_of_writes(chain(self._parts, self._tensors.values()))  # a write through a DTensor is no part's
 
 
 def _view(name: str, tensor: Tensor) -> WeightView:

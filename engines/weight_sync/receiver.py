@@ -74,7 +74,7 @@ class Receiver:
         self._address = address
         self._device = target.device
         self._info = endpoint_info(self._device)
-        self._imported = ImportedMemory(self._device)
+        self._imported = ImportedMemory(self._device, self._forget_copies)
         self._events = SlotEvents(self._device)
         self._trainer = ""
         """The trainer whose staging buffers and tensors are open."""
@@ -253,6 +253,10 @@ class Receiver:
         """
         return self._imported.open_offers(offers, self._are_reached(len(offers)), timeout_s)
 
+    def _forget_copies(self) -> None:
+        for plan in [*self._plans.values(), *self._loads.values()]:
+            plan.let_go()
+
     def _are_reached(self, num_senders: int) -> list[bool]:
         """Return for each sender True if its memory can be opened here. The plan reads no other sender's memory."""
         return [True] * num_senders if self._planner is None else self._planner.are_reached
@@ -359,19 +363,20 @@ class Receiver:
         moved: list[int] = []
         unread: list[tuple[_Coming, Tensor]] = []
         slots = self._buckets.received(self._group, orders, [one.bucket for one in coming])
-        for slot, one in zip(slots, coming, strict=True):
-            if one.order.base or one.order.is_checked:
-                moved.append(self._take(one, slot))
-            else:
-                unread.append((one, slot[:ALIGNMENT].clone()))
-                self._begin_writing(one.plan)
-                moved.append(one.write(slot))
-        if unread:
-            headers = torch.stack([header for _, header in unread]).cpu()
-            for (one, _), header in zip(unread, headers, strict=True):
-                one.checked_header(header)
-                one.note()
-        self._device.synchronize()
+        with contextlib.closing(slots), self._group:
+            for slot, one in zip(slots, coming, strict=True):
+                if one.order.base or one.order.is_checked:
+                    moved.append(self._take(one, slot))
+                else:
+                    unread.append((one, slot[:ALIGNMENT].clone()))
+                    self._begin_writing(one.plan)
+                    moved.append(one.write(slot))
+            if unread:
+                headers = torch.stack([header for _, header in unread]).cpu()
+                for (one, _), header in zip(unread, headers, strict=True):
+                    one.checked_header(header)
+                    one.note()
+            self._device.synchronize()
         return moved
 
     def _coming(self, orders: Sequence[Packing]) -> list[_Coming]:

@@ -23,13 +23,13 @@ from rlcore.engines.weight_sync.planning.execution import CopyExecution
 from rlcore.engines.weight_sync.planning.manifest import WeightManifest
 from rlcore.engines.weight_sync.transports.bucket_header import BucketHeader, checksum
 from rlcore.engines.weight_sync.transports.events import SlotEvents
+from rlcore.engines.weight_sync.transports.exports import Exports
 from rlcore.engines.weight_sync.transports.process_group import SyncGroup, Turns
 from rlcore.engines.weight_sync.transports.reach import SampleMemory
 from rlcore.engines.weight_sync.transports.sent_buckets import SentBuckets
 from rlcore.engines.weight_sync.transports.staging_buffers import StagingBuffers, check_slot_bytes, host_device, views
 from rlcore.errors import StateError
 from rlcore.tensor_data import dtype_name
-from rlcore.types import IpcHandle
 
 _here: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
 """The senders of this process, by epoch: receivers of this process read their tensors without a copy."""
@@ -50,6 +50,16 @@ class SourceTensors(Protocol):
 
     def changes(self) -> list[int]:
         """Return what in-place operations on these parts change; empty where that cannot be told."""
+
+    def forget(self) -> None:
+        """Hold no tensor until the parts are asked for again."""
+
+
+class Reader(Protocol):
+    """A receiver that copies from a sender's own tensors, in its process."""
+
+    def forget_sources(self) -> None:
+        """Hold none of them until they are asked for again."""
 
 
 def sender_here(epoch: str) -> Sender | None:
@@ -73,7 +83,8 @@ class Sender:
         self._info = endpoint_info(device)
         self._sample = SampleMemory()
         self._staging: StagingBuffers | None = None
-        self._events = SlotEvents(device)
+        self._events: dict[str, SlotEvents] = {}
+        """By the name of the session with the receivers that have them."""
         self._buckets: dict[tuple[str, int], list[Bucket]] = {}
         self._packings: dict[tuple[str, int, int], CopyExecution] = {}
         self._sent = SentBuckets(device)
@@ -81,10 +92,12 @@ class Sender:
         self._listed: list[Tensor] = []
         self._addresses: list[int] = []
         self._computed: dict[int, Tensor] = {}
-        self._exports: dict[str, IpcHandle] = {}
+        self._exports = Exports(device)
         self._generation = 0
         """It grows whenever the exports of the parts are taken back: they have to be offered anew."""
         self._groups: dict[str, SyncGroup] = {}
+        self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+        """The receivers of this process that it was offered to."""
         _here[self._info.epoch] = self
 
     # ------------------------------------------------------------------------------------------ what is there
@@ -141,12 +154,14 @@ class Sender:
     def _look(self, *, again: bool) -> None:
         """Find where the parts lie now; without ``again`` they are the same tensors as before.
 
-        What receivers have open of parts that have moved is taken back: they would read the old memory for ever.
+        What receivers have open of parts that have moved is taken back: they would read the old memory for ever. Nor is
+        the old memory kept here, by buckets that were packed from it.
         """
         parts = self._source.parts() if again or not self._parts else self._listed
         addresses = [part.data_ptr() for part in parts]
         if addresses != self._addresses:
             self._take_back()
+            self._packings = self._packings if parts is self._listed else {}
         if parts is not self._listed or addresses != self._addresses:
             self._listed, self._addresses = parts, addresses
             self._parts = dict(enumerate(parts))
@@ -169,7 +184,7 @@ class Sender:
             return [msgspec.msgpack.encode(Offer(epoch=self._info.epoch)), 0, 0]
         parts = {number: part for number, part in self._parts.items() if part.numel()}
         handles, positions = self._device.memory.export_ipc_together(list(parts.values()))
-        self._exports |= {handle.export_id: handle for handle in handles}
+        self._exports.add(handles)
         # Memory of the host has moved to where it can be shared.
         self._addresses = [part.data_ptr() for part in self._listed]
         offered = [
@@ -190,16 +205,14 @@ class Sender:
 
     def _take_back(self, timeout_s: float = 30.0) -> None:
         self._generation += bool(self._exports)
-        living = {export.export_id for export in self._device.memory.ledger()} if self._exports else set()
-        while self._exports:
-            export_id, handle = next(iter(self._exports.items()))
-            if export_id in living:
-                self._device.memory.revoke(handle, timeout_s=timeout_s)
-            del self._exports[export_id]
+        self._exports.take_back(timeout_s)
 
     def forget(self) -> None:
         """Hold none of the tensors until the next ``begin``."""
         self._parts, self._listed, self._computed, self._packings = {}, [], {}, {}
+        self._source.forget()
+        for reader in list(self.readers):
+            reader.forget_sources()
 
     # ------------------------------------------------------------------------------------- packed, collective
 
@@ -253,10 +266,10 @@ class Sender:
             return 0
         one = decoded(order, Packing, "packing")
         if one.waits_by_event:
-            self._events.wait(one.slot)
+            self._events[one.session].wait(one.slot)
         told, nbytes, _ = self._fill(one)
         if one.waits_by_event:
-            self._events.record(one.slot)
+            self._events[one.session].record(one.slot)
         else:
             self._buffers(one.slot_bytes).show(one.slot, nbytes)
             self._device.synchronize()
@@ -267,14 +280,14 @@ class Sender:
         if order is None:
             return 0
         one = decoded(order, Relaying, "relaying")
-        if one.packing is not None:
-            told, nbytes, slot = self._fill(one.packing)
-            if one.targets:
-                self._group(one.rendezvous).send_message(slot[:nbytes], one.targets)
-        else:
-            told, slot = 0, self._buffers(one.slot_bytes).slot(one.slot)
-            nbytes = self._group(one.rendezvous).receive_message(slot, one.source)
-        self._device.synchronize()
+        with self._group(one.rendezvous) as group:
+            if one.packing is not None:
+                told, nbytes, slot = self._fill(one.packing)
+                group.send_message(slot[:nbytes], one.targets)
+            else:
+                told, slot = 0, self._buffers(one.slot_bytes).slot(one.slot)
+                nbytes = group.receive_message(slot, one.source)
+            self._device.synchronize()
         return told * len(one.targets)
 
     def _group(self, rendezvous: str) -> SyncGroup:
@@ -282,13 +295,14 @@ class Sender:
             raise StateError("this sender needs a process group to send; call join() first")
         return self._groups[rendezvous]
 
-    def open_events(self) -> list[Any]:
-        """Return this process, and handles of an event for each slot, or none; see ``SlotEvents``."""
-        return [self._info.process, self._events.export()]
+    def open_events(self, session: str) -> list[Any]:
+        """Return this process, and handles of a new event for each slot, or none; see ``SlotEvents``."""
+        self._events[session] = SlotEvents(self._device)
+        return [self._info.process, self._events[session].export()]
 
-    def import_events(self, receivers: list[list[bytes]]) -> bool:
-        """Open the events of all receivers; returns False where this device cannot wait for them."""
-        return self._events.import_(receivers)
+    def import_events(self, session: str, receivers: list[list[bytes]]) -> bool:
+        """Open the events of all receivers of a session; returns False where this device cannot wait for them."""
+        return self._events[session].import_(receivers)
 
     def _fill(self, order: Packing) -> tuple[int, int, Tensor]:
         """Pack a slot; returns the bytes that it tells, those in use, and the slot."""
@@ -325,9 +339,8 @@ class Sender:
     def send(self, order: bytes) -> int:
         """Pack and send bucket after bucket, as a ``Sending`` says; returns the bytes told to all receivers."""
         sending = decoded(order, Sending, "sending")
-        group = self._group(sending.rendezvous)
         sent = 0
-        with Turns(self._device) as turns:
+        with Turns(self._device) as turns, self._group(sending.rendezvous) as group:
             wait: Callable[[], None] = lambda: None  # noqa: E731
             for one, ranks in zip(sending.packings, sending.receivers, strict=True):
                 told, nbytes, slot = self._fill(one)
@@ -335,7 +348,7 @@ class Sender:
                 wait = turns.start(partial(group.send_message, slot[:nbytes], ranks, is_size_known=one.is_size_known))
                 sent += told * len(ranks)
             wait()
-        self._device.synchronize()
+            self._device.synchronize()
         return sent
 
     # -------------------------------------------------------------------------------------------------- end
@@ -357,7 +370,7 @@ class Sender:
         self._sent.drop()
 
     def _drop_staging_buffers(self, timeout_s: float) -> None:
-        self._events.drop()
-        buffers, self._staging = self._staging, None
-        if buffers is not None:
-            buffers.close(timeout_s)
+        self._events = {}
+        if self._staging is not None:
+            self._staging.close(timeout_s)
+            self._staging = None

@@ -137,10 +137,9 @@ class _Round:
         self._why_dense = ""
 
     def run(self, poisoned: Callable[[], AbstractContextManager[None]]) -> SyncReport:
-        is_same = self._begin()
+        has_moved = not self._begin(self._options.is_same and not self._options.is_verified)
         self.is_agreed = True
         with ExitStack() as stack:
-            has_moved = not is_same or self._options.is_verified
             if has_moved:
                 self._renew(lambda: stack.enter_context(poisoned()))
             else:
@@ -188,24 +187,27 @@ class _Round:
 
     # ---------------------------------------------------------------------------------------------- agree
 
-    def _begin(self) -> bool:
-        """Return True if the receivers have the senders' present weights already."""
-        begun = self._all_senders("begin", self._options.is_same)
+    def _begin(self, is_same: bool) -> bool:
+        """Return True if nothing has to be moved: the receivers have the senders' present weights already."""
+        begun = self._all_senders("begin", is_same)
         infos, digests, self._changes, generations, nonces, same = (list(column) for column in zip(*begun, strict=True))
         if len(set(digests)) > 1:
             raise SyncError(f"the ranks of {self._senders.label} hold different models: their manifests are {digests}")
         self._generation = sum(generations)
         self._id: int = sum(nonces) % (1 << 62)
         staged = self._options.is_staged
-        answers = self._all_receivers("begin", self._id, self._session.name, digests[0], self._options.is_same, staged)
+        answers = self._all_receivers("begin", self._id, self._session.name, digests[0], is_same, staged)
         key = (tuple(infos), tuple(one for one, *_ in answers), digests[0])
         self._held: list[int] = [held for *_, held in answers]
         is_known = self._session.agreement is not None and self._session.agreement.key == key
         if not is_known or not all(is_prepared for _, is_prepared, *_ in answers):
             self._agree(key)
-            return False
-        is_told_same = all(same) and all(is_same for *_, is_same, _ in answers)
-        return is_told_same and all(self._changes) and self._changes == self._session.last
+            have_same = False
+        else:
+            are_told_same = all(same) and all(told for *_, told, _ in answers)
+            have_same = are_told_same and all(self._changes) and self._changes == self._session.last
+        # A sender that was told so has not looked at what its module has now.
+        return self._begin(False) if any(same) and not have_same else have_same
 
     def _agree(self, key: tuple[Any, ...]) -> None:
         for transport in self._session.transports.values():
@@ -249,7 +251,8 @@ class _Round:
     def _around(self) -> Surroundings:
         ends = [*self._agreed.senders, *self._agreed.receivers]
         machines, kinds = [one.machine for one in ends], {one.device for one in ends}
-        return Surroundings(machines, kinds, [summary.are_reached for summary in self._agreed.summaries])
+        reached = [summary.are_reached for summary in self._agreed.summaries]
+        return Surroundings(machines, kinds, reached, self._session.name)
 
     def _test_plans(self) -> None:
         summaries = self._all_receivers("self_test")

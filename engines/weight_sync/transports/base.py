@@ -40,6 +40,8 @@ class Surroundings(NamedTuple):
     """Registered names of all kinds of device."""
     reached: list[list[bool]]
     """For each receiver, and each sender, True if the receiver can open the sender's memory."""
+    session: str = ""
+    """The name of the session between them, which no other of these senders has."""
 
 
 class Transport(ABC):

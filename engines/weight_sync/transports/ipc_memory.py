@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_not
@@ -16,18 +17,23 @@ from rlcore.device import Device
 from rlcore.engines.weight_sync.messages import Offer, OfferedTensor, decoded
 from rlcore.engines.weight_sync.planning.execution import source_name
 from rlcore.engines.weight_sync.planning.manifest import dtype_of
-from rlcore.engines.weight_sync.sender import Sender, sender_here
+from rlcore.engines.weight_sync.sender import Reader, Sender, sender_here
 from rlcore.engines.weight_sync.transports.staging_buffers import host_device, slot_of
 from rlcore.errors import DeviceError, SyncError
 from rlcore.types import IpcHandle
 
 
-class ImportedMemory:
-    """All memory of one trainer that is open here; there is one trainer at a time."""
+class ImportedMemory(Reader):
+    """All memory of one trainer that is open here; there is one trainer at a time.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        forget_copies: drops all copies that have been made ready from tensors of ``sources()``.
+    """
+
+    def __init__(self, device: Device, forget_copies: Callable[[], object]) -> None:
         self._device = device
-        self._offered: list[Sender | ImportedTensors | None] = []
+        self._forget_copies = forget_copies
+        self._offered: list[weakref.ref[Sender] | ImportedTensors | None] = []
         """By sender; None for one whose memory cannot be opened here."""
         self._given: list[Mapping[int, Tensor]] = []
         self._sources: dict[str, Tensor] = {}
@@ -54,8 +60,11 @@ class ImportedMemory:
         num_opened = 0
         for number, offer in enumerate(decoded(one, Offer, "offer") for one in offers):
             here = sender_here(offer.epoch)
-            if here is not None or not are_reached[number]:
-                self._offered.append(here)
+            if here is not None:
+                here.readers.add(self)
+                self._offered.append(weakref.ref(here))
+            elif not are_reached[number]:
+                self._offered.append(None)
             elif offer.handles is None:
                 raise SyncError(f"sender {offer.epoch} is not, or no longer, in this process; sync again")
             else:
@@ -87,7 +96,7 @@ class ImportedMemory:
         """
         if not self._offered:
             raise SyncError("data came out of order: the trainer's tensors have not been opened")
-        given = [{} if offered is None else offered.tensors() for offered in self._offered]
+        given = list(map(_given_by, self._offered))
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given = given
             self._sources = {
@@ -96,6 +105,12 @@ class ImportedMemory:
                 for number, tensor in tensors.items()
             }
         return self._sources
+
+    def forget_sources(self) -> None:
+        """Hold no tensor of a sender until the next ``sources()``."""
+        with self._using:
+            self._given, self._sources = [], {}
+            self._forget_copies()
 
     def slot(self, sender: int, slot: int) -> Tensor:
         """Return a slot of a sender where it is, [slot_bytes] uint8.
@@ -147,6 +162,15 @@ class ImportedMemory:
         for mapping in filter(None, self._staging_buffers):
             mapping.close()
         self._staging_buffers, self._on_device, self._is_on_host = [], None, False
+
+
+def _given_by(offered: weakref.ref[Sender] | ImportedTensors | None) -> Mapping[int, Tensor]:
+    if offered is None:
+        return {}
+    found = offered() if isinstance(offered, weakref.ref) else offered
+    if found is None:
+        raise SyncError("the trainer whose tensors were read here is gone; sync again")
+    return found.tensors()
 
 
 class ImportedTensors:

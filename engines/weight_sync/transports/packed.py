@@ -98,6 +98,7 @@ class StagingTransport(Transport):
             is_kept=digest in self._kept,
             base=self._base if digest in self._kept else 0,
             waits_by_event=self.waits_by_event,
+            session=self._around.session,
             sender=sender,
             holder=sender,
         )
@@ -135,11 +136,12 @@ class SharedSlotsTransport(StagingTransport):
 
     def _exchange_events(self, left: TimeLeft) -> bool:
         """Give each side the other's events; returns True if every device can wait for every other."""
-        of_senders = self._senders.call("open_events", None, left())
+        session = self._around.session
+        of_senders = self._senders.call("open_events", [(session,)] * len(self._senders), left())
         if not all(handles for _, handles in of_senders):
             return False
         of_receivers = self._receivers.call("open_events", [(of_senders,)] * len(self._receivers), left())
-        return all(self._senders.call("import_events", [(of_receivers,)] * len(self._senders), left()))
+        return all(self._senders.call("import_events", [(session, of_receivers)] * len(self._senders), left()))
 
     def move(self, round_id: int, digests: Sequence[str], is_checked: Callable[[int], bool], left: TimeLeft) -> int:
         steps = self._schedule(round_id, digests, is_checked)

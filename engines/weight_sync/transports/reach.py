@@ -15,6 +15,7 @@ import torch
 
 from rlcore.engines.weight_sync.endpoint import EndpointInfo
 from rlcore.engines.weight_sync.messages import decoded
+from rlcore.engines.weight_sync.transports.exports import Exports
 from rlcore.engines.weight_sync.transports.staging_buffers import host_device
 from rlcore.errors import RlcoreError, first_line
 from rlcore.types import IpcHandle
@@ -34,6 +35,7 @@ class SampleMemory:
     """The memory of one sender that receivers open for a trial. It is shared while it is shown."""
 
     def __init__(self) -> None:
+        self._exports = Exports(host_device())
         self._handle: IpcHandle | None = None
 
     def show(self) -> bytes:
@@ -41,15 +43,15 @@ class SampleMemory:
         try:
             if self._handle is None:
                 self._handle = host_device().memory.export_ipc(torch.empty(0, dtype=torch.uint8))
+                self._exports.add([self._handle])
         except RlcoreError as error:
             return msgspec.msgpack.encode(Sample(why_not=first_line(error)))
         return msgspec.msgpack.encode(Sample(handle=self._handle))
 
     def hide(self, timeout_s: float = 30.0) -> None:
-        """Take the memory back, if it is shown."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            host_device().memory.revoke(handle, timeout_s=timeout_s)
+        """Take the memory back, if it is shown; raises StateError when a receiver does not let go."""
+        self._handle = None
+        self._exports.take_back(timeout_s)
 
 
 def are_samples_needed(senders: Sequence[EndpointInfo], receivers: Sequence[EndpointInfo]) -> bool:

@@ -11,6 +11,7 @@ from rlcore import held_memory
 from rlcore.device import Device
 from rlcore.engines.weight_sync.planning.buckets import ALIGNMENT, Bucket
 from rlcore.engines.weight_sync.planning.manifest import dtype_of
+from rlcore.engines.weight_sync.transports.exports import Exports
 from rlcore.errors import DeviceError, InvalidInputError
 from rlcore.registry import get_device
 from rlcore.types import IpcHandle
@@ -34,6 +35,7 @@ class StagingBuffers:
         self._memory = _allocated(device, slot_bytes)
         self._owner = host_device() if is_on_host else device
         self._shared = _allocated(self._owner, slot_bytes) if is_on_host else self._memory
+        self._exports = Exports(self._owner)
         self._handle: IpcHandle | None = None
         held_memory.report(self, StagingBuffers._held)
 
@@ -52,6 +54,7 @@ class StagingBuffers:
         """
         if self._handle is None:
             self._handle = self._owner.memory.export_ipc(self._shared)
+            self._exports.add([self._handle])
         return self._handle
 
     def slot(self, number: int) -> Tensor:
@@ -64,10 +67,9 @@ class StagingBuffers:
             slot_of(self._shared, number)[:nbytes].copy_(self.slot(number)[:nbytes])
 
     def close(self, timeout_s: float) -> None:
-        """Take the memory back; raises StateError when a receiver does not let go."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._owner.memory.revoke(handle, timeout_s=timeout_s)
+        """Take the memory back; raises StateError when a receiver does not let go, and can be called again then."""
+        self._handle = None
+        self._exports.take_back(timeout_s)
 
 
 def host_device() -> Any:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors
@@ -72,6 +75,21 @@ def test_new_tensors_of_the_same_layout_are_not_described_again(
     given["b"].add_(1)
     assert source.changes() != changes, "of the tensors that were given last"
     assert len(described) == 1
+
+
+def test_a_write_through_a_sharded_tensor_is_a_change() -> None:
+    """It is counted by the DTensor and not by its part."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = {"a": distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)])}
+        source = NamedSourceTensors(lambda: given, 1)
+        source.refresh()
+        before = source.changes()
+        assert source.changes() == before
+        given["a"].add_(1)
+        assert source.changes() != before
+    finally:
+        dist.destroy_process_group()
 
 
 def test_memory_that_was_put_in_place_of_another_is_found(described: list[int]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +18,7 @@ from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint,
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import rlcore
 from rlcore.engines.weight_sync import endpoint, target
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
 from rlcore.engines.weight_sync.channels.shared_store import SharedStore
@@ -29,9 +32,10 @@ from rlcore.engines.weight_sync.session import SyncSession, _Round
 from rlcore.engines.weight_sync.transports.base import PATIENCE, Route, Surroundings
 from rlcore.engines.weight_sync.transports.collective import CollectiveTransport
 from rlcore.engines.weight_sync.transports.ipc_memory import ImportedTensors
+from rlcore.engines.weight_sync.transports.reach import Sample
 from rlcore.errors import InvalidInputError, StateError, SyncError, UnsupportedError
 from rlcore.registry import get_device
-from rlcore.types import SyncReport
+from rlcore.types import IpcHandle, SyncReport
 from rlcore.weights.view import WeightView
 
 ROUTES: list[Route] = ["local", "direct", "packed"]
@@ -115,6 +119,33 @@ def test_weights_changed_in_place_are_sent_though_nobody_says_so(make: Make) -> 
     assert world.sync(is_same=True).moved_bytes > 0
     check(world, Sizes(layers=1))
     assert world.sync(is_same=True).moved_bytes == 0
+
+
+def _verify(world: World) -> dict[str, Any]:
+    return {"is_verified": True}
+
+
+def _write_another(world: World) -> dict[str, Any]:
+    world.module.head.weight.detach().add_(1)
+    return {}
+
+
+def _lose_the_plan(world: World) -> dict[str, Any]:
+    world.receivers[0].abandon()
+    return {}
+
+
+@pytest.mark.parametrize("move", [_verify, _write_another, _lose_the_plan])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_round_that_moves_looks_at_the_module_whatever_it_was_told(
+    make: Make, route: Route, move: Callable[[World], dict[str, Any]]
+) -> None:
+    world = make(Sizes(layers=1))
+    world.sync(route=route)
+    world.module.embed.weight = nn.Parameter(world.module.embed.weight.detach() + 1)
+    report = world.sync(route=route, is_same=True, **move(world))
+    assert report.moved_bytes > 0
+    check(world, Sizes(layers=1))
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -404,6 +435,77 @@ def test_memory_that_has_moved_is_not_sent_while_a_receiver_holds_what_it_was(
     failing.clear()
     assert world.sync(route="direct").handles_opened > 0
     check(world, Sizes(layers=1))
+
+
+def _forgets_by_revoke(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> None:
+    sender.revoke()
+    given.clear()
+
+
+def _forgets_by_close(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> None:
+    sender.close()
+    given.clear()
+
+
+def _forgets_by_another_route(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> None:
+    given["weight"] = torch.full((3, 3), 2.0)
+    sender.send(route="packed")
+    given["weight"] = torch.full((3, 3), 3.0)
+    sender.send(route="local")
+
+
+@pytest.mark.parametrize("forget", [_forgets_by_revoke, _forgets_by_close, _forgets_by_another_route])
+@pytest.mark.parametrize("route", ROUTES)
+def test_nobody_in_the_process_holds_the_memory_of_tensors_that_are_gone(
+    route: Route, forget: Callable[[rlcore.WeightSender, dict[str, Tensor]], None]
+) -> None:
+    model = nn.Linear(3, 3, bias=False)
+    given = {"weight": torch.ones(3, 3)}
+    receiver = rlcore.WeightReceiver(model)
+    sender = rlcore.WeightSender(lambda: given, receiver)
+    for _ in range(2):
+        sender.send(route=route)
+    storage = StorageWeakRef(given["weight"].untyped_storage())
+    forget(sender, given)
+    assert storage.expired()
+    given["weight"] = torch.full((3, 3), 5.0)
+    sender.send(route=route)
+    assert bool((model.weight == 5).all())
+    sender.close()
+
+
+def test_a_receiver_keeps_no_trainer_of_its_process_alive() -> None:
+    receiver = rlcore.WeightReceiver(nn.Linear(3, 3, bias=False))
+    sender = rlcore.WeightSender(nn.Linear(3, 3, bias=False), receiver)
+    sender.send(route="local")
+    inner = weakref.ref(sender._sender)
+    sender.close()
+    del sender
+    gc.collect()
+    assert inner() is None
+    with pytest.raises(SyncError, match="the trainer whose tensors were read here is gone; sync again"):
+        receiver._receiver._imported.sources()
+
+
+@pytest.mark.parametrize("what", ["weights", "staging buffers", "sample"])
+def test_what_a_receiver_did_not_let_go_can_be_taken_back_again(what: str) -> None:
+    cpu = get_device("cpu")
+    before = {export.export_id for export in cpu.memory.ledger()}
+    sender = Sender(ModuleSourceTensors(nn.Linear(3, 3, bias=False), 1), cpu)
+    for _ in range(2):
+        sender.begin(False)
+        if what == "weights":
+            (handle,) = decoded(sender.offer(True)[0], Offer, "offer").handles or []
+        elif what == "staging buffers":
+            handle = IpcHandle.from_bytes(sender.open_staging_buffers(4096))
+        else:
+            handle = decoded(sender.show_sample(), Sample, "sample").handle
+        mapping = cpu.memory.import_ipc(handle)  # a handle of today, though the last could not be taken back
+        with pytest.raises(StateError, match="is still open in process"):
+            sender.close(timeout_s=0)
+        mapping.close()
+    sender.close()
+    assert {export.export_id for export in cpu.memory.ledger()} == before
 
 
 def test_thousands_of_weights_of_one_block_are_one_handle() -> None:

@@ -100,9 +100,18 @@ class Sides(NamedTuple):
         options = RoundOptions(version=1, route=route, staging_bytes=4096)
         report = self.session.run(options, nullcontext)
         weights = {name: tensor.detach() for name, tensor in self.module.named_weights()}
-        for model, wanted in zip(self.models, expected(weights, SIZES, 2, torch.float32), strict=True):
+        for model, wanted in zip(self.models, expected(weights, SIZES, len(self.models), torch.float32), strict=True):
             assert all(torch.equal(dict(model.named_parameters())[name], tensor) for name, tensor in wanted.items())
         return report.staging_waits_by
+
+
+def receiver_on(device: Device, model: SmallModel) -> Receiver:
+    """Return one that says that it is of another process."""
+    worker: Any = type("Worker", (), {"device": device, "model": model, "versions": []})()
+    worker.new_model = lambda: SmallModel(SIZES, model.shard, model.shards, torch.float32)
+    made = Receiver(SmallTarget(worker))
+    made._info = msgspec.structs.replace(made._info, process=f"process of {device.own_name}")
+    return made
 
 
 @pytest.fixture
@@ -115,13 +124,8 @@ def sides() -> Iterator[Sides]:
     for name, parameter in module.named_parameters():
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].clone()))  # type: ignore[no-untyped-call]
     sender = Sender(ModuleSourceTensors(module, 1), devices["T"])
-    models, receivers = [], []
-    for shard, name in enumerate("AB"):
-        models.append(SmallModel(SIZES, shard, 2, torch.float32))
-        worker: Any = type("Worker", (), {"device": devices[name], "model": models[-1], "versions": []})()
-        worker.new_model = lambda shard=shard: SmallModel(SIZES, shard, 2, torch.float32)
-        receivers.append(Receiver(SmallTarget(worker)))
-        receivers[-1]._info = msgspec.structs.replace(receivers[-1]._info, process=f"process of {name}")
+    models = [SmallModel(SIZES, shard, 2, torch.float32) for shard in range(2)]
+    receivers = [receiver_on(devices[name], model) for name, model in zip("AB", models, strict=True)]
     session = SyncSession(LocalPeers("the trainer", [sender]), LocalPeers("the engine", receivers))
     yield Sides(module, session, models, devices, log)
     for receiver in receivers:
@@ -148,6 +152,21 @@ def test_devices_wait_for_each_other_and_no_process_for_its_device(sides: Sides)
         assert moving[at : at + 2] == [f"{name} waits for T{slot}", f"{name} sets {name}{slot}"]
         assert filled[step] < at
         assert step + 2 >= len(filled) or at < filled[step + 2] - 2, "it is queued before it is waited for"
+
+
+def test_a_trainer_waits_for_the_receivers_of_the_round_and_for_no_other(sides: Sides) -> None:
+    """It waited for those who had exchanged events with it last, while these read the slot that it filled."""
+    model = SmallModel(SIZES, 0, 1, torch.float32)
+    other = receiver_on(Device("C", sides.log), model)
+    session = SyncSession(sides.session.senders, LocalPeers("another engine", [other]))
+    alone = sides._replace(session=session, models=[model])
+    waited = []
+    for one in (sides, alone, sides, alone):
+        assert one.sync() == "event"
+        waited.append({line for line in sides.log if line.startswith("T waits")})
+    of_sides, of_other = ({f"T waits for {name}{slot}" for name in names for slot in "01"} for names in ("AB", "C"))
+    assert waited == [of_sides, of_other] * 2, "the events of the first rounds, which nobody has opened anew"
+    other.close()
 
 
 @pytest.mark.parametrize(("name", "what"), [("T", "event"), ("A", "event"), ("T", "import"), ("B", "import")])
