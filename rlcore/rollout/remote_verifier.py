@@ -32,7 +32,7 @@ class RemoteVerifier:
     that of a ``RolloutController``.
 
     Args:
-        timeout_s: the longest that one request may take.
+        timeout_s: the longest that one request may take, whatever the server sends meanwhile.
         max_items: the most items of a request.
         max_requests: the most requests at a time.
         headers: further headers, such as ``{"Authorization": ...}``.
@@ -99,9 +99,8 @@ class RemoteVerifier:
 
     async def _ask(self, together: list[tuple[str, asyncio.Future[float]]]) -> None:
         body = f'{{"items": [{", ".join(item for item, _ in together)}]}}'.encode()
-        loop = asyncio.get_running_loop()
         try:
-            rewards = await loop.run_in_executor(self._threads, self._rewards, body, len(together))
+            rewards = await self._in_time(body, len(together))
         except BaseException as error:
             for _, answer in together:
                 if not answer.done():
@@ -113,6 +112,15 @@ class RemoteVerifier:
             if not answer.done():
                 answer.set_result(reward)
 
+    async def _in_time(self, body: bytes, count: int) -> list[float]:
+        """Return the rewards; the time counts here, because that of a socket begins anew with each byte."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._rewards, body, count)
+        except TimeoutError as error:
+            raise RolloutTimeoutError(f"{self._url} did not answer within {self._timeout_s:g} s") from error
+
     def _rewards(self, body: bytes, count: int) -> list[float]:
         deadline = time.monotonic() + self._timeout_s
         request = urllib.request.Request(self._url, body, self._headers)
@@ -121,18 +129,16 @@ class RemoteVerifier:
                 text = self._read(response, deadline)
         except urllib.error.HTTPError as error:
             raise RolloutError(f"{self._url} answered {error.code}: {_text_of(error)}") from None
-        except TimeoutError as error:
-            raise self._late() from error
         except OSError as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise self._late() from error
+            if isinstance(cause := getattr(error, "reason", error), TimeoutError):
+                raise cause from None
             raise RolloutError(f"{self._url} cannot be asked: {error}") from error
         except http.client.HTTPException as error:  # which is no OSError
             raise RolloutError(f"{self._url} answered something else than HTTP: {error!r:.200}") from error
         return self._checked(text, count)
 
     def _read(self, response: Any, deadline: float) -> bytes:
-        """Read the answer; a server that sends a little at a time is late as well."""
+        """Read the answer, but not beyond the deadline: the thread is needed for other requests."""
         parts, size = [], 0
         while part := response.read1(65536):
             parts.append(part)
@@ -142,9 +148,6 @@ class RemoteVerifier:
             if size > _MOST_BYTES:
                 raise RolloutError(f"{self._url} answered more than {_MOST_BYTES} bytes, which are no rewards")
         return b"".join(parts)
-
-    def _late(self) -> RolloutTimeoutError:
-        return RolloutTimeoutError(f"{self._url} did not answer within {self._timeout_s:g} s")
 
     def _checked(self, text: bytes, count: int) -> list[float]:
         try:

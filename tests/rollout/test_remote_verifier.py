@@ -16,6 +16,12 @@ from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, 
 from rlcore.rollout import RemoteVerifier, RolloutController, SingleTurn
 from tests.rollout.simulated_engine import SimulatedEngine
 
+DRIPPING = {
+    "drips headers": b"HTTP/1.1 200 OK\r\nX: ",
+    "drips an error": b"HTTP/1.1 500 no\r\nContent-Length: 12\r\n\r\n",
+}
+"""Beginnings of answers that go on a byte at a time."""
+
 
 class Server(ThreadingHTTPServer):
     """Rewards an answer by its number; some texts make it misbehave. It keeps how many items each request had."""
@@ -47,6 +53,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.may_answer.wait(20)
         if texts == [self.server.refused]:
             self.send_error(503, "no room")
+            return
+        if texts[0] in DRIPPING:
+            self.wfile.write(DRIPPING[texts[0]])
+            for _ in range(12):
+                time.sleep(0.1)
+                self.wfile.write(b"a")
             return
         if texts == ["garbage"]:
             self.wfile.write(b"no HTTP\r\n\r\n")
@@ -116,6 +128,8 @@ def test_others_go_on_while_the_server_thinks_and_the_cancelled_are_not_asked(se
     [
         ("hang", RolloutTimeoutError, "did not answer within 0.3 s"),
         ("drip", RolloutTimeoutError, "did not answer within 0.3 s"),
+        ("drips headers", RolloutTimeoutError, "did not answer within 0.3 s"),
+        ("drips an error", RolloutTimeoutError, "did not answer within 0.3 s"),
         ("refuse", RolloutError, "answered 503: "),
         ("few", RolloutError, "must answer 1 finite rewards, got 0"),
         ("nan", RolloutError, r"must answer 1 finite rewards, got 1: \[nan\]"),
