@@ -98,13 +98,12 @@ class TrainFolder:
 
     def _put_aside(self) -> None:
         """Give the logs other names, with one number, if steps were done."""
-        logs = [log for log in self._logs.values() if log.path.exists()]
+        logs = self._logs.values()
         if any(log.num_of_steps() for log in logs):
-            number = next(
-                n for n in itertools.count(1) if not any(log.aside(n).exists() for log in self._logs.values())
-            )
+            number = next(one for one in itertools.count(1) if not any(log.aside(one).exists() for log in logs))
             for log in logs:
-                log.path.rename(log.aside(number))
+                with contextlib.suppress(FileNotFoundError):
+                    log.path.rename(log.aside(number))
 
     def go_on(self, step: int) -> None:
         """Drop the lines of steps after ``step``, and one that a kill cut short, and write the configuration.
