@@ -23,6 +23,8 @@ from rlcore.collectives.gloo_listener import GlooListener
 from rlcore.device import Device
 
 _numbers = itertools.count(1)
+_NOBODYS_TAG = 2**31 - 1
+"""The tag of no message: one that is longer than the receive that it comes to ends the process."""
 
 
 class TorchGroups:
@@ -85,7 +87,7 @@ class TorchGroups:
         """
         other = (self._rank + 1) % self._world_size
         with contextlib.suppress(RuntimeError):
-            work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host)
+            work: Any = dist.irecv(torch.empty(1), group_src=other, group=self.for_host, tag=_NOBODYS_TAG)
             work.wait(timedelta(milliseconds=1))
 
     def _with_backend(self, device: Device, store: Store, backend: Backend | ProcessGroup) -> ProcessGroup:

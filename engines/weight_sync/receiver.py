@@ -363,19 +363,20 @@ class Receiver:
         moved: list[int] = []
         unread: list[tuple[_Coming, Tensor]] = []
         slots = self._buckets.received(self._group, orders, [one.bucket for one in coming])
-        for slot, one in zip(slots, coming, strict=True):
-            if one.order.base or one.order.is_checked:
-                moved.append(self._take(one, slot))
-            else:
-                unread.append((one, slot[:ALIGNMENT].clone()))
-                self._begin_writing(one.plan)
-                moved.append(one.write(slot))
-        if unread:
-            headers = torch.stack([header for _, header in unread]).cpu()
-            for (one, _), header in zip(unread, headers, strict=True):
-                one.checked_header(header)
-                one.note()
-        self._device.synchronize()
+        with contextlib.closing(slots), self._group:
+            for slot, one in zip(slots, coming, strict=True):
+                if one.order.base or one.order.is_checked:
+                    moved.append(self._take(one, slot))
+                else:
+                    unread.append((one, slot[:ALIGNMENT].clone()))
+                    self._begin_writing(one.plan)
+                    moved.append(one.write(slot))
+            if unread:
+                headers = torch.stack([header for _, header in unread]).cpu()
+                for (one, _), header in zip(unread, headers, strict=True):
+                    one.checked_header(header)
+                    one.note()
+            self._device.synchronize()
         return moved
 
     def _coming(self, orders: Sequence[Packing]) -> list[_Coming]:

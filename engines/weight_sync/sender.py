@@ -280,14 +280,14 @@ class Sender:
         if order is None:
             return 0
         one = decoded(order, Relaying, "relaying")
-        if one.packing is not None:
-            told, nbytes, slot = self._fill(one.packing)
-            if one.targets:
-                self._group(one.rendezvous).send_message(slot[:nbytes], one.targets)
-        else:
-            told, slot = 0, self._buffers(one.slot_bytes).slot(one.slot)
-            nbytes = self._group(one.rendezvous).receive_message(slot, one.source)
-        self._device.synchronize()
+        with self._group(one.rendezvous) as group:
+            if one.packing is not None:
+                told, nbytes, slot = self._fill(one.packing)
+                group.send_message(slot[:nbytes], one.targets)
+            else:
+                told, slot = 0, self._buffers(one.slot_bytes).slot(one.slot)
+                nbytes = group.receive_message(slot, one.source)
+            self._device.synchronize()
         return told * len(one.targets)
 
     def _group(self, rendezvous: str) -> SyncGroup:
@@ -339,9 +339,8 @@ class Sender:
     def send(self, order: bytes) -> int:
         """Pack and send bucket after bucket, as a ``Sending`` says; returns the bytes told to all receivers."""
         sending = decoded(order, Sending, "sending")
-        group = self._group(sending.rendezvous)
         sent = 0
-        with Turns(self._device) as turns:
+        with Turns(self._device) as turns, self._group(sending.rendezvous) as group:
             wait: Callable[[], None] = lambda: None  # noqa: E731
             for one, ranks in zip(sending.packings, sending.receivers, strict=True):
                 told, nbytes, slot = self._fill(one)
@@ -349,7 +348,7 @@ class Sender:
                 wait = turns.start(partial(group.send_message, slot[:nbytes], ranks, is_size_known=one.is_size_known))
                 sent += told * len(ranks)
             wait()
-        self._device.synchronize()
+            self._device.synchronize()
         return sent
 
     # -------------------------------------------------------------------------------------------------- end

@@ -48,3 +48,17 @@ def take_standard_output() -> IO[bytes]:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return pipe
+
+
+def take_standard_input() -> IO[bytes]:
+    """Return a pipe from whoever writes to the standard input, in which others find nothing from now on."""
+    pipe = os.fdopen(os.dup(0), "rb")
+    put_nothing_at(0)
+    return pipe
+
+
+def put_nothing_at(descriptor: int) -> None:
+    """Put /dev/null in the place of an open descriptor, whose number no other file then gets."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, descriptor, inheritable=descriptor <= 2)
+    os.close(nothing)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, TypeVar
@@ -31,8 +33,9 @@ class MessageChild:
         Args:
             environment: its variables; None is this process's.
             errors: a file for its standard error; None is this process's.
-            has_own_session: Ctrl-C in the terminal does not end it.
+            has_own_session: Ctrl-C in the terminal does not end it, and what it has started is killed with it.
         """
+        self._has_own_session = has_own_session
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -61,7 +64,12 @@ class MessageChild:
         return read_message(self._process.stdout, kind)
 
     def kill(self) -> None:
-        self._process.kill()
+        """Kill it, and its process group where it has a session of its own, unless its end is known already."""
+        if self._has_own_session and self._process.returncode is None:  # no other process has its number yet
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
 
     def close(self, timeout_s: float = 0.0) -> int:
         """End its input, wait so long for its end, else kill it; return its exit code as ``subprocess`` has it."""
@@ -71,7 +79,7 @@ class MessageChild:
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
             code = self._process.wait()
         self._process.stdout.close()
         return code

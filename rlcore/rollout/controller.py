@@ -308,7 +308,7 @@ class RolloutController:
         ``set_version`` inside.
         """
         self._check_open("generation_paused()")
-        with self._weights_may_change(), self._fleet.paused() as engines:
+        with self._waiting.trainer_at_home(), self._weights_may_change(), self._fleet.paused() as engines:
             yield engines
 
     @takes("update_weights()", train=TRAIN_ENGINE)
@@ -342,7 +342,7 @@ class RolloutController:
             return report
 
         try:
-            with self._trainer_does("sync"), self._weights_may_change():
+            with self._trainer_does("sync"), self._waiting.trainer_at_home(), self._weights_may_change():
                 return self._fleet.update(sync)
         finally:
             self._start_due()
@@ -362,9 +362,10 @@ class RolloutController:
                 "sync_weights(version=...) the same"
             )
         with self._changed:
-            if self._pacing is not None and version > self.version:
-                self._pacing.note_version()
+            before = self.version
             self._runner.cancel(self._episodes.set_version(version))
+            if self._pacing is not None and self.version > before:
+                self._pacing.note_version()
         self._start_due()
 
     @property

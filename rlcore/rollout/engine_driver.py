@@ -7,6 +7,7 @@ for a weight update. Requests that are under way then stay, and go on with the n
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError, first_line
 from rlcore.rollout.timeline import Timeline
 
 if TYPE_CHECKING:
     from rlcore.engines.inference import InferenceEngine
 
+_log = logging.getLogger(__name__)
 _COLLECT_S = 0.02
 """How long one call of ``collect`` waits: as long may a weight update have to wait for the driver."""
 _MANY = 1 << 30
@@ -105,6 +107,11 @@ class EngineDriver:
     def is_alive(self) -> bool:
         return not self._is_ended
 
+    @property
+    def is_held(self) -> bool:
+        """Somebody needs the engine to stand still."""
+        return bool(self._holders)
+
     def stuck_s(self) -> float:
         """Return for how long the engine has not answered; 0 for one whose worker is this process."""
         began = self._call_began
@@ -147,19 +154,20 @@ class EngineDriver:
             self._under_way, self._sending, self._new, self.tokens_under_way = {}, [], [], 0
             self._changed.notify_all()
         self._timeline.end(self.name)
+        _log.warning("%s is taken out: %s; its %d requests go elsewhere", self.name, first_line(error), len(lost))
         self._on_failure(self, error, lost)
 
     def close(self, timeout_s: float) -> None:
         """End the thread and abort what the engine has under way; one that stands still goes on for its next user."""
         with self._changed:
-            is_ended, self._is_ended = self._is_ended, True
+            self._is_ended = True
             self._new, self._sending = [], []
             self._changed.notify_all()
         self._thread.join(timeout_s)
         self._timeline.end(self.name)
-        if not is_ended and not self._thread.is_alive():
+        if not self._thread.is_alive():
             with contextlib.suppress(RlcoreError):  # its workers may have ended
-                self.engine.abort(list(self._under_way))
+                self.engine.abort()
                 if self._stands_still:
                     self.engine.resume()
         self._under_way = {}

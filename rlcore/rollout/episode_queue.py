@@ -182,6 +182,7 @@ class EpisodeQueue:
             oldest = episode.oldest_version
             self.bound.ready[number] = self.bound.version if oldest is None else oldest
         self.queued.extend(found.queued)
+        self.set_version(found.version)  # the bound may be another one than that of the state
         self.source.load_state_dict(msgspec.structs.asdict(found.source))
 
     def _new_number(self) -> int:

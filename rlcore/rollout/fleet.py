@@ -52,12 +52,12 @@ class Fleet:
         self.engines = list(engines)
         self._timeline, self._unhealthy_after_s, self._on_change = timeline, unhealthy_after_s, on_change
         self._lock = threading.RLock()
+        self._updating = threading.Lock()
+        """Held in ``update``: of two at once each would bring the same engines back."""
         self._max_in_flight = math.inf if max_in_flight is None else max_in_flight
         self._waiting: deque[Request] = deque()
         self._guest: EngineDriver | None = None
         """The driver of an engine that comes and goes."""
-        self._guest_held = contextlib.ExitStack()
-        self._is_guest_open = False
         self._drivers = [self._driver(index) for index in range(len(engines))]
         self.failures: dict[int, RlcoreError] = {}
         """Index of each engine that is out -> why."""
@@ -88,29 +88,44 @@ class Fleet:
 
     def cancel(self, request: Request) -> None:
         request.is_cancelled = True
-        with self._lock:
-            drivers = [*self._drivers, *([self._guest] if self._guest else [])]
-        for driver in drivers:
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(request)
+        for driver in self._all_drivers():
             driver.cancel(request)
 
     def add_guest(self, engine: InferenceEngine, name: str) -> None:
         """Take in an engine that stands still until ``open_guest``; weight updates leave it out."""
         self._guest = EngineDriver(engine, name, self._timeline, self._failed, self._place_waiting)
-        self._guest_held.enter_context(paused([self._guest]))
+        self.hold_guest()
+
+    @property
+    def guest_is_alive(self) -> bool:
+        """There is a guest, and it has not been taken out."""
+        return self._guest is not None and self._guest.is_alive
 
     def open_guest(self) -> None:
         """Let the guest generate: what waits for room goes to it, and what it had goes on."""
-        self._guest_held.close()
-        with self._lock:
-            self._is_guest_open = True
+        if self._guest is not None:
+            self._guest.ask_to_resume(self)
+            self._guest.await_resume()
         self._place_waiting()
 
     def hold_guest(self) -> None:
-        """Let the guest stand still; its requests stay with it."""
-        with self._lock:
-            self._is_guest_open, was_open = False, self._is_guest_open
-        if was_open and self._guest is not None:
-            self._guest_held.enter_context(paused([self._guest]))
+        """Let the guest stand still; its requests stay with it. After Ctrl-C call it again.
+
+        Raises:
+            RolloutError: it has been taken out.
+        """
+        if self._guest is not None:
+            self._guest.ask_to_pause(self)
+            self._guest.await_pause()
+            if not self._guest.is_alive:
+                raise RolloutError(f"{self._guest.name} has been taken out")
+
+    def end_guest(self, error: RlcoreError) -> None:
+        """Take the guest out, if it is not yet: its requests go to the other engines."""
+        if self._guest is not None:
+            self._guest.end(error)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[list[InferenceEngine]]:
@@ -131,6 +146,18 @@ class Fleet:
             RolloutError: no engine is left.
             Exception: what ``sync`` raised, unless other engines could be given the weights.
         """
+        with self._updating:
+            return self._update(sync)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        with contextlib.ExitStack() as ends:  # each driver ends, whatever the end of another raises
+            for driver in self._all_drivers():
+                ends.callback(driver.close, _CLOSE_S)
+
+    # ----------------------------------------------------------------------------------------------------
+
+    def _update(self, sync: Callable[[list[InferenceEngine]], R]) -> R:
         out = set(self.failures)
         restarted = self._restarted(out)
         with self.paused() as healthy:
@@ -148,20 +175,12 @@ class Fleet:
         self._bring_back(restarted)
         return found
 
-    def close(self) -> None:
-        self._is_closed.set()
-        with contextlib.ExitStack() as ends:  # each driver ends, whatever the end of another raises
-            for driver in (*self._drivers, *([self._guest] if self._guest else [])):
-                ends.callback(driver.close, _CLOSE_S)
-
-    # ----------------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """Take out the engines that have not answered for too long, until ``close``."""
         while not self._is_closed.wait(_LOOK_S):
-            for driver in self._healthy():
+            for driver in self._all_drivers():
                 try:
-                    if (stuck_s := driver.stuck_s()) > self._unhealthy_after_s:
+                    if driver.is_alive and (stuck_s := driver.stuck_s()) > self._unhealthy_after_s:
                         driver.end(RolloutError(f"{driver.name} has not answered for {stuck_s:.1f} s"))
                 except Exception:  # without this thread nobody would see that an engine has stopped
                     _log.exception("%s could not be looked at; the watch goes on", driver.name)
@@ -176,6 +195,11 @@ class Fleet:
 
     def _driver(self, index: int) -> EngineDriver:
         return EngineDriver(self.engines[index], self.lane(index), self._timeline, self._failed, self._place_waiting)
+
+    def _all_drivers(self) -> list[EngineDriver]:
+        """Return the drivers of all engines, be they healthy or not, and of the guest."""
+        with self._lock:
+            return [*self._drivers, *([self._guest] if self._guest else [])]
 
     def _healthy(self) -> list[EngineDriver]:
         with self._lock:
@@ -192,10 +216,8 @@ class Fleet:
             with self._lock:
                 if not self._waiting:
                     return
-                open_guest = [self._guest] if self._guest and self._is_guest_open and self._guest.is_alive else []
-                with_room = [
-                    one for one in (*self._healthy(), *open_guest) if one.requests_under_way < self._max_in_flight
-                ]
+                guest = [self._guest] if self._guest and self._guest.is_alive and not self._guest.is_held else []
+                with_room = [one for one in (*self._healthy(), *guest) if one.requests_under_way < self._max_in_flight]
                 if not with_room:
                     return
                 request = self._waiting.popleft()
@@ -210,9 +232,6 @@ class Fleet:
             if index is not None and index not in self.failures:
                 self.failures[index] = error
                 self.num_failures += 1
-                _log.warning(
-                    "%s is taken out: %s; its %d requests go elsewhere", driver.name, first_line(error), len(lost)
-                )
         for request in lost:
             self._place(request)
         self._on_change()

@@ -7,8 +7,11 @@ back. Requests that the engine has not finished stay with it, and go on when the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlcore.arguments import AT_LEAST_0, Kind, takes
@@ -31,6 +34,10 @@ _INFERENCE_ENGINE = Kind("an InferenceEngine", lambda value: hasattr(value, "sub
 
 class LentDevices:
     """Lends the devices of a trainer while ``RolloutController.wait`` waits.
+
+    Where several threads wait, the end of each call brings the trainer back, and calls that were waiting then lend no
+    more: the program may train. One lock protects that state. It is held while engines move, so nobody who holds the
+    controller's lock may wait for it.
 
     Args:
         train: the trainer, which is on its devices whenever the controller does not wait.
@@ -56,10 +63,13 @@ class LentDevices:
         """How often they were lent."""
         self._synced: int | None = None
         """The trainer's ``num_changes`` when the samplers got its weights."""
-        self._tags: list[str] = []
-        """The trainer's tags that were on its devices, and come back there."""
-        self._is_given_up = False
-        self._is_away = False
+        self._lock = threading.Lock()
+        self._tags: list[str] | None = None
+        """The trainer's tags that have left its devices, and come back there; None while nothing is lent."""
+        self._num_held = 0
+        """How many ``at_home`` blocks are under way."""
+        self.turn = 0
+        """Counts these blocks: a wait lends only before the next one."""
         if infer.state["weights"] is State.LOADED:
             infer.offload()
 
@@ -67,42 +77,67 @@ class LentDevices:
         """Note that the samplers have this trainer's present weights."""
         self._synced = train.num_changes if train is self.train else None
 
-    @property
-    def is_possible(self) -> bool:
-        """The trainer has, on its devices, the weights that the samplers serve, and nothing has failed before."""
-        is_there = self.train.state["weights"] is State.LOADED
-        return is_there and not self._is_given_up and self._synced == self.train.num_changes
+    def due_in_s(self, fleet: Fleet, waited_s: float, turn: int) -> float:
+        """Return after how many seconds they are lent to somebody who has waited so long; infinite for never.
 
-    def due_in_s(self, waited_s: float) -> float:
-        """Return after how many seconds the devices are lent to somebody who has waited so long; infinite for never."""
-        return max(0.0, self.after_s - waited_s) if not self._is_away and self.is_possible else math.inf
+        Args:
+            turn: the one in which the wait has begun.
+        """
+        return max(0.0, self.after_s - waited_s) if self._is_possible(fleet, turn) else math.inf
 
-    def lend(self, fleet: Fleet, version: int) -> None:
+    def lend(self, fleet: Fleet, version: int, turn: int) -> None:
         """Move the trainer out and the engine in, and let it generate. Where that fails, nothing is lent any more."""
-        self._is_away = True
-        self._tags = [tag for tag, state in self.train.state.items() if state is State.LOADED]
-        try:
-            self._move_sampler_in(version)
-        except RlcoreError as error:
-            self._is_given_up = True
-            _log.warning("the trainer's devices are not lent any more: %s", first_line(error))
-            return
-        self.num_lent += 1
-        fleet.open_guest()
+        with self._lock:
+            if not self._is_possible(fleet, turn):
+                return  # another thread was first
+            self._tags = [tag for tag, state in self.train.state.items() if state is State.LOADED]
+            try:
+                self._move_sampler_in(version)
+            except RlcoreError as error:
+                self._bring_back(fleet)
+                _give_up(fleet, error)
+                return
+            self.num_lent += 1
+            fleet.open_guest()
 
-    def take_back(self, fleet: Fleet) -> None:
-        """Let the engine stand still, and move the trainer in; does nothing where nothing is lent.
+    @contextlib.contextmanager
+    def at_home(self, fleet: Fleet) -> Iterator[None]:
+        """Inside, the trainer is on its devices: the engine stands still, and nothing is lent.
 
         Raises:
             RlcoreError: the trainer could not come back.
         """
-        if self._is_away:
+        with self._lock:
+            self.turn += 1
+            self._num_held += 1
+        try:
+            with self._lock:
+                if self._tags is not None:
+                    self._bring_back(fleet)
+            yield
+        finally:
+            with self._lock:
+                self._num_held -= 1
+
+    def _is_possible(self, fleet: Fleet, turn: int) -> bool:
+        """The trainer is there, with the weights that the samplers serve, and nobody but who waits needs it."""
+        if self._tags is not None or self._num_held or turn != self.turn or not fleet.guest_is_alive:
+            return False
+        return self.train.state["weights"] is State.LOADED and self._synced == self.train.num_changes
+
+    def _bring_back(self, fleet: Fleet) -> None:
+        """Move the trainer in. An engine that has ended, or does not leave, is closed: that gives its memory back."""
+        try:
             fleet.hold_guest()
             self._move_trainer_in()
-            self._is_away = False
+        except RlcoreError as error:
+            _give_up(fleet, error)
+            self.infer.close()
+            self.train.onload(*(self._tags or ()))
+        self._tags = None
 
     def _move_sampler_in(self, version: int) -> None:
-        others = [tag for tag in self._tags if tag != "weights"]
+        others = [tag for tag in self._tags or () if tag != "weights"]
         self._exchange(self.train, others, self.infer, ["weights"])
         if self.infer.version != version or self.infer.sync_state != "serving":
             self.train.sync_weights(self.infer, version=version)
@@ -110,7 +145,7 @@ class LentDevices:
 
     def _move_trainer_in(self) -> None:
         leaving = [tag for tag, state in self.infer.state.items() if state is State.LOADED]
-        self._exchange(self.infer, leaving, self.train, self._tags)
+        self._exchange(self.infer, leaving, self.train, self._tags or [])
 
     def _exchange(self, leaves: Engine, out: list[str], comes: Engine, in_: list[str]) -> None:
         """Let tags of one engine leave while tags of the other come; one after the other where it cannot be at once."""
@@ -120,3 +155,9 @@ class LentDevices:
         if out:
             leaves.offload(*out)
         comes.onload(*in_)
+
+
+def _give_up(fleet: Fleet, error: RlcoreError) -> None:
+    """Lend nothing any more; what the engine had under way goes to the others."""
+    _log.warning("the trainer's devices are not lent any more: %s", first_line(error))
+    fleet.end_guest(error)

@@ -22,8 +22,9 @@ from rlcore.process.python_command import python_command
 class RewardPool:
     """Calls reward functions in processes, so that a slow one does not stop the program and a hanging one is ended.
 
-    A process starts when it is first needed. One whose call takes longer than ``timeout_s`` is killed, and the next
-    call starts another. A function of a script travels by value (cloudpickle).
+    A process starts when it is first needed. One whose call takes longer than ``timeout_s`` is killed, with what it has
+    started in its process group, and the next call starts another. A function of a script travels by value
+    (cloudpickle).
 
     Args:
         num_processes: the most calls that run together.
@@ -81,11 +82,11 @@ class RewardPool:
 
     def _run(self, name: str, body: bytes) -> float | list[float]:
         child = self._child()
-        is_late = threading.Event()
+        ended = threading.Lock()  # taken by what comes first, the deadline or the end of the call
 
         def end_late_call() -> None:
-            is_late.set()
-            child.kill()
+            if ended.acquire(blocking=False):
+                child.kill()
 
         timer = threading.Timer(self._timeout_s, end_late_call)
         timer.start()
@@ -96,9 +97,10 @@ class RewardPool:
             answer = None
         finally:
             timer.cancel()
-        if answer is None or is_late.is_set():
+        is_late = not ended.acquire(blocking=False)
+        if answer is None or is_late:
             self._remove(child)
-            if is_late.is_set():
+            if is_late:
                 self.num_timeouts += 1
                 raise RolloutTimeoutError(f"{name} took longer than {self._timeout_s:g} s; its process was ended")
             raise RolloutError(f"the process of {name} ended while it ran")

@@ -2,6 +2,9 @@
 
 A function comes as a pickle from the parent, whose code this process runs, over the inherited standard input. What goes
 back is msgpack and never unpickled.
+
+A function may fork. Its children have neither pipe to the parent, who would wait for the last one that has it, and die
+with this process, which leads a session of its own.
 """
 
 from __future__ import annotations
@@ -9,17 +12,27 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import sys
+import signal
 import threading
+from functools import partial
+from typing import IO
 
 from rlcore.errors import one_line
-from rlcore.process.framing import read_message, take_standard_output, write_message
+from rlcore.process.framing import (
+    put_nothing_at,
+    read_message,
+    take_standard_input,
+    take_standard_output,
+    write_message,
+)
 
 
 def main() -> None:
-    answers = take_standard_output()
+    pipe, answers = take_standard_input(), take_standard_output()
+    for one in (pipe, answers):
+        os.register_at_fork(after_in_child=partial(put_nothing_at, one.fileno()))
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(calls,), daemon=True).start()
+    threading.Thread(target=_read, args=(pipe, calls), daemon=True).start()
     while True:
         body = calls.get()
         try:
@@ -30,11 +43,11 @@ def main() -> None:
         write_message(answers, answer)
 
 
-def _read(calls: queue.SimpleQueue[bytes]) -> None:
+def _read(pipe: IO[bytes], calls: queue.SimpleQueue[bytes]) -> None:
     """Put the parent's calls into ``calls``; end this process with the parent, whatever a function does meanwhile."""
-    while (body := read_message(sys.stdin.buffer, bytes)) is not None:
+    while (body := read_message(pipe, bytes)) is not None:
         calls.put(body)
-    os._exit(0)
+    os.killpg(os.getpid(), signal.SIGKILL)  # with what functions have started
 
 
 def _plain(value: object) -> object:

@@ -140,7 +140,8 @@ class StalenessBound:
 
     def _num_late_after(self, given: list[int]) -> int:
         """Return how many of the others the coming batches could not take in time, once ``given`` are given."""
-        others = [oldest for number, oldest in (self.ready | self.running).items() if number not in set(given)]
+        now = set(given)
+        others = [oldest for number, oldest in (self.ready | self.running).items() if number not in now]
         room = max(0, self.batch_size - self._given - len(given))
         most_late = 0
         for versions_left in range(self.max_staleness + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -36,14 +37,14 @@ class Waiting:
 
         The trainer's devices are lent meanwhile, and have been taken back when this returns, or raises.
         """
-        began = time.monotonic()
+        began, turn = time.monotonic(), self._lent.turn if self._lent else 0
         try:
             while True:
                 with self._changed:
                     if is_ready():
                         return True
                     waited_s = time.monotonic() - began
-                    lent_in_s = self._lent.due_in_s(waited_s) if self._lent else math.inf
+                    lent_in_s = self._lent.due_in_s(self._fleet, waited_s, turn) if self._lent else math.inf
                     left_s = math.inf if timeout_s is None else timeout_s - waited_s
                     if left_s <= 0:
                         return False
@@ -51,7 +52,11 @@ class Waiting:
                         self._changed.wait(min(_LOOK_S, left_s, lent_in_s))
                         continue
                 assert self._lent is not None
-                self._lent.lend(self._fleet, self._bound.version)  # not with the lock: it takes seconds
+                self._lent.lend(self._fleet, self._bound.version, turn)  # not with the lock: it takes seconds
         finally:
-            if self._lent is not None:
-                self._lent.take_back(self._fleet)
+            with self.trainer_at_home():
+                pass
+
+    def trainer_at_home(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the trainer's devices are not lent."""
+        return contextlib.nullcontext() if self._lent is None else self._lent.at_home(self._fleet)

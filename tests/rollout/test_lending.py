@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,10 +21,10 @@ from rlcore.ops import decoupled_ppo, group_advantage
 from rlcore.quickstart.model import quickstart_model
 from rlcore.quickstart.policy import policy_class
 from rlcore.quickstart.run import SMALL
-from rlcore.rollout import LentDevices, RolloutController, SingleTurn
+from rlcore.rollout import LentDevices, RolloutController, SingleTurn, fleet
 from tests.model_rounding import logprob_rounding
 from tests.rollout.simulated_engine import SimulatedEngine, SimulatedTrainer
-from tests.rollout.test_rollout_controller import Steps
+from tests.rollout.test_rollout_controller import Steps, never_held_up, until
 
 
 class Trainer(SimulatedTrainer):
@@ -35,12 +37,21 @@ class Trainer(SimulatedTrainer):
         super().__init__()
         self.num_changes = 0
         self.state = {"weights": State.LOADED}
+        self.onloaded: list[str] = []
+        """What came back by itself, without a move of the sampler."""
+
+    def onload(self, *tags: str) -> None:
+        self.onloaded += tags
 
 
 class Guest(SimulatedEngine):
     is_built = True
     devices = ("cpu:0",)
     state: ClassVar[dict[str, State]] = {"weights": State.OFFLOADED}
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Lent(LentDevices):
@@ -113,11 +124,11 @@ def test_devices_that_are_lent_serve_the_version_of_then_not_that_of_the_waits_b
         return collect(timeout_s)
 
     class Updated(Lent):
-        def due_in_s(self, waited_s: float) -> float:
+        def due_in_s(self, *given: Any) -> float:
             if not self.moves:
                 engine.version = 1
                 rollout.set_version(1)
-            return super().due_in_s(waited_s)
+            return super().due_in_s(*given)
 
         def _move_sampler_in(self, version: int) -> None:
             super()._move_sampler_in(version)
@@ -174,6 +185,154 @@ def test_an_error_and_a_deadline_bring_the_trainer_back_too() -> None:
             rollout.rollout_batch([10_000] * 8, timeout_s=0.1)
         assert lent.moves == ["in", "back"] * 2
     assert not guest._is_paused and guest.num_under_way == 0, "the engine is the caller's again"
+
+
+def test_a_lent_engine_that_stops_answering_is_closed_and_its_requests_go_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fleet, "_LOOK_S", 0.01)
+    is_closed = threading.Event()
+
+    class Stopped(Guest):
+        def collect(self, timeout_s: float | None = None) -> Any:
+            assert is_closed.wait(60)
+            raise StateError("its worker was ended")
+
+        def close(self) -> None:
+            is_closed.set()
+
+    trainer, guest, engine = Trainer(), Stopped(), SimulatedEngine(step_s=0.001)
+    lent, items = Lent(trainer, guest, after_s=0.0), [50] * 4
+    with controller(lent, engine, batch_size=4, max_in_flight=1, unhealthy_after_s=0.1) as rollout:
+        never_held_up(rollout, 0)
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert len(rollout.prepare_batch(items, timeout_s=30)["rewards"]) == 4
+            rollout.update_weights(trainer)  # type: ignore[arg-type]
+        assert is_closed.is_set() and rollout.stats.requests_moved == 1
+    assert lent.moves == ["in"] and trainer.onloaded == ["weights"] and lent.num_lent == 1
+    assert "lent sampler is taken out: lent sampler has not answered for" in caplog.text
+    assert "the trainer's devices are not lent any more: lent sampler has been taken out" in caplog.text
+
+
+def test_a_lent_engine_that_has_died_is_lent_to_no_more() -> None:
+    class Dies(Guest):
+        def collect(self, timeout_s: float | None = None) -> Any:
+            raise RuntimeError("planted")
+
+    trainer, guest, engine = Trainer(), Dies(), SimulatedEngine(step_s=0.001)
+    lent, items = Lent(trainer, guest, after_s=0.0), [20] * 4
+    with controller(lent, engine, batch_size=4, max_in_flight=1) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        for _ in range(3):
+            rollout.prepare_batch(items, timeout_s=60)
+            rollout.update_weights(trainer)  # type: ignore[arg-type]
+    assert lent.num_lent == 1 and guest.is_closed and trainer.onloaded == ["weights"]
+
+
+def test_an_engine_that_cannot_leave_is_closed_and_the_trainer_comes_back() -> None:
+    class Stays(Lent):
+        def _move_trainer_in(self) -> None:
+            raise StateError("planted")
+
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent, items = Stays(trainer, guest, after_s=0.0), [20] * 8
+    with controller(lent, engine) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        assert len(rollout.prepare_batch(items, timeout_s=60)["rewards"]) == 8
+    assert guest.is_closed and trainer.onloaded == ["weights"]
+
+
+def test_what_a_lent_engine_had_goes_elsewhere_when_a_later_move_fails() -> None:
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.01)
+    with controller(lent, engine, batch_size=2, max_staleness=1, max_in_flight=1) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        numbers = [rollout.submit(steps) for steps in (20, 200, 20, 20)]
+        first = rollout.wait(2, timeout_s=60)
+        assert guest.num_under_way == 1
+        lent.fails = True
+        rollout.update_weights(trainer)  # type: ignore[arg-type]
+        second = rollout.wait(2, timeout_s=5)
+        assert sorted(one.number for one in (*first, *second)) == numbers
+        assert rollout.stats.requests_moved == 1 and lent.moves == ["in", "back"] * 2
+    assert not guest._is_paused and guest.num_under_way == 0 and not guest.is_closed
+
+
+def test_ctrl_c_while_the_engine_is_held_moves_nothing_before_it_stands_still() -> None:
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.0)
+    with controller(lent, engine, batch_size=1, max_staleness=4, max_in_flight=1) as rollout:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        for steps in (20, 10**9, 20):
+            rollout.submit(steps)
+        driver = rollout._fleet._guest
+        assert driver is not None
+
+        def interrupted() -> None:
+            del driver.await_pause  # type: ignore[union-attr]
+            raise KeyboardInterrupt
+
+        driver.await_pause = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            rollout.wait(1, timeout_s=60)
+        assert lent.moves == ["in"]
+        rollout.wait(1, timeout_s=60)
+        assert lent.moves == ["in", "back"], "the engine stood still"
+
+
+def test_the_end_of_any_call_brings_the_trainer_back_and_others_that_wait_then_lend_no_more() -> None:
+    """The program goes on in the thread of that call, and may train."""
+    may_move = threading.Event()
+
+    class Slow(Lent):
+        def _move_sampler_in(self, version: int) -> None:
+            begun.set()
+            assert may_move.wait(60)
+            super()._move_sampler_in(version)
+
+    begun = threading.Event()
+    trainer, guest, engine = Trainer(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Slow(trainer, guest, after_s=0.0)
+    with controller(lent, engine, batch_size=1, max_staleness=4) as rollout, ThreadPoolExecutor() as threads:
+        rollout.update_weights(trainer, version=0)  # type: ignore[arg-type]
+        rollout.submit(400)
+        waiting = threads.submit(rollout.wait, 1, 60)
+        assert begun.wait(60)
+        evaluating = threads.submit(rollout.evaluate, [1])
+        with pytest.raises(TimeoutError):
+            evaluating.result(0.05)  # the devices are on their way to the other
+        may_move.set()
+        assert len(evaluating.result(60)) == 1 and lent.moves == ["in", "back"]
+        assert len(waiting.result(60)) == 1 and lent.moves == ["in", "back"], "nor were they lent again"
+
+
+@pytest.mark.parametrize("how", ["update_weights", "generation_paused"])
+def test_weights_are_updated_with_the_trainer_at_home_though_another_thread_waits(how: str) -> None:
+    class Noting(Trainer):
+        def sync_weights(self, engines: Any, *, version: int) -> str:
+            later.append(threads.submit(rollout.evaluate, [1]))  # it may lend nothing before this is over
+            time.sleep(0.02)
+            at_home.append(lent.moves == ["in", "back"])
+            return super().sync_weights(engines, version=version)
+
+    at_home: list[bool] = []
+    later: list[Any] = []
+    trainer, guest, engine = Noting(), Guest(step_s=0.001), SimulatedEngine(step_s=0.001)
+    lent = Lent(trainer, guest, after_s=0.0)
+    with controller(lent, engine, batch_size=1, max_staleness=4) as rollout, ThreadPoolExecutor() as threads:
+        lent.note_synced(trainer)
+        rollout.submit(400)
+        waiting = threads.submit(rollout.wait, 1, 60)
+        until(lambda: lent.num_lent and not guest._is_paused)
+        if how == "update_weights":
+            rollout.update_weights(trainer)  # type: ignore[arg-type]
+        else:
+            with rollout.generation_paused() as engines:
+                assert guest._is_paused
+                trainer.sync_weights(engines, version=1)
+                rollout.set_version(1)
+        assert at_home == [True] and len(waiting.result(60)) == 1 and len(later[0].result(60)) == 1
 
 
 def test_wrong_engines_are_refused() -> None:

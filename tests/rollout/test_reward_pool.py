@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import signal
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlcore.conformance.ends import wait_until
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
+from rlcore.process.status import start_time
 from rlcore.rollout import RewardPool
+from tests.warm import warm
+
+PROGRAM = """
+import os, subprocess, sys
+from pathlib import Path
+from rlcore.rollout.reward_pool import RewardPool
+
+def verify(file):
+    other = subprocess.Popen(["sleep", "600"])
+    Path(file).write_text(f"{os.getpid()} {other.pid}")
+    return 1.0
+
+RewardPool(1).submit(verify, sys.argv[1]).result(60)
+os._exit(0)
+"""
 
 
 def is_alive(pid: int) -> bool:
@@ -19,6 +40,53 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def pids_in(file: Path) -> list[int]:
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+
+def wait_for_the_end_of(*pids: int) -> None:
+    wait_until(lambda: not any(map(start_time, pids)), f"not all of {pids} ended")
+
+
+def test_a_function_that_forks_keeps_its_deadline_and_leaves_nothing(tmp_path: Path) -> None:
+    """What it forks has the pipes of its process, unless they are closed there."""
+
+    def verify(how: str, file: str) -> float:
+        if how == "process":  # as those do that run the code of an answer
+            process = multiprocessing.get_context("fork").Process(target=int)
+            process.start()
+            process.join()
+            return 1.0
+        if (pid := os.fork()) == 0:
+            if how == "session":
+                os.setsid()
+            time.sleep(600)
+        other = subprocess.Popen(["sleep", "600"])
+        Path(file).write_text(f"{pid} {other.pid}")
+        os.waitpid(pid, 0)
+        return 0.0
+
+    late, own, closed = (tmp_path / name for name in ("late", "own", "closed"))
+    with RewardPool(1, timeout_s=60) as pool:
+        for how, file in (("hang", late), ("session", own)):
+            assert pool.submit(verify, "process", "").result(60) == 1.0
+            pool._timeout_s = 0.3  # not before the process has begun
+            with pytest.raises(RolloutTimeoutError, match=r"took longer than 0\.3 s"):
+                pool.submit(verify, how, str(file)).result(20)
+            pool._timeout_s = 60
+        running = pool.submit(verify, "hang", str(closed))
+        wait_until(lambda: len(pids_in(closed)) == 2, "the call did not begin")
+    assert isinstance(running.exception(20), RolloutError)
+    forked, other = pids_in(own)
+    os.kill(forked, signal.SIGKILL)  # it has left the process group
+    wait_for_the_end_of(*pids_in(late), other, *pids_in(closed))
+
+
+def test_what_a_function_has_started_ends_with_the_program(tmp_path: Path) -> None:
+    subprocess.run([*warm(), "-c", PROGRAM, str(tmp_path / "pids")], check=True)
+    wait_for_the_end_of(*pids_in(tmp_path / "pids"))
 
 
 def test_a_function_that_hangs_is_ended_and_others_go_on() -> None:

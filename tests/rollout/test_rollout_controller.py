@@ -1119,6 +1119,55 @@ def test_a_finished_episode_that_is_no_plain_data_begins_anew_after_a_resume(bes
     assert [one.data for one in queue.ready.values()] == ["two"] and list(queue.queued) == [(0, "one")]
 
 
+def test_two_updates_at_once_bring_an_engine_back_once() -> None:
+    class Slow(SimulatedTrainer):
+        def sync_weights(self, engines: Sequence[SimulatedEngine], *, version: int) -> str:
+            time.sleep(0.03)
+            return super().sync_weights(engines, version=version)
+
+    engines, trainer = [SimulatedEngine(), SimulatedEngine()], Slow()
+    with controller(engines) as rollout, ThreadPoolExecutor() as threads:
+        engines[0].is_broken = True
+        for one in [threads.submit(rollout.update_weights, trainer) for _ in range(2)]:  # type: ignore[arg-type]
+            one.result(60)
+        assert engines[0].num_restarts == 1 and trainer.synced == [2, 2] and rollout.num_healthy == 2
+
+
+def test_a_request_that_is_cancelled_waits_for_no_room_any_more() -> None:
+    with controller(max_in_flight=1) as rollout:
+        asked = [rollout._fleet.submit([10**9, 1], SamplingParams(), lambda found: None) for _ in range(3)]
+        assert list(rollout._fleet._waiting) == asked[1:]
+        rollout._fleet.cancel(asked[2])
+        assert list(rollout._fleet._waiting) == asked[1:2]
+
+
+def test_a_version_that_is_refused_changes_no_pace() -> None:
+    engine = SimulatedEngine()
+    with controller(engine, max_staleness=2) as rollout:
+        assert rollout._pacing is not None
+        rollout._pacing.note_wait(4)
+        engine.version = 1
+        with pytest.raises(InvalidInputError, match="takes a whole number of at least 0, the version of now, got True"):
+            rollout.set_version(True)
+        assert rollout._pacing._slack == -4 and rollout.version == 0
+        rollout.set_version(1)
+        assert rollout._pacing._slack is None
+
+
+def test_finished_episodes_that_a_smaller_bound_does_not_let_in_begin_anew_after_a_resume() -> None:
+    saved = EpisodeQueue(StalenessBound(max_staleness=2, batch_size=1))
+    for version in range(3):
+        saved.set_version(version)
+        saved.add(f"of {version}")
+        number, data = saved.begin()
+        episode = Episode(number, data, [Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, version])])
+        saved.end(EpisodeEnd(episode, "ended", 1), is_direct=False)
+    queue = EpisodeQueue(StalenessBound(max_staleness=1, batch_size=1))
+    queue.load_state_dict(saved.state_dict())
+    assert [one.data for one in queue.ready.values()] == ["of 1", "of 2"] and list(queue.queued) == [(0, "of 0")]
+    assert queue.bound.ready == {1: 1, 2: 2} and queue.counts["too_stale"] == 1
+
+
 @pytest.mark.slow
 def test_memory_stays_flat_over_a_thousand_steps() -> None:
     """Objects are counted: bytes of the process depend on the allocator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -81,6 +82,22 @@ def test_what_no_order_can_save_is_named_and_forgotten() -> None:
     assert bound.capacity == 4 and not bound.ready and not bound.running
     bound.begin(4)
     assert bound.end(4, oldest_version=0) is False  # it says that its tokens are older than it is
+
+
+def test_what_is_given_is_read_once_and_not_for_each_episode() -> None:
+    """With 512 episodes a version and a bound of 8 it took 144 ms, in which no episode could end."""
+    reads = 0
+
+    class Given(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal reads
+            reads += 1
+            return super().__iter__()
+
+    bound = StalenessBound(max_staleness=1, batch_size=2)
+    for number in range(4):
+        bound.begin(number)
+    assert bound._num_late_after(Given([0, 1])) == 0 and reads == 1
 
 
 def test_wrong_values_are_refused_by_name() -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from rlcore.engines.launchers.group import WorkerGroup
 from rlcore.engines.weight_sync.messages import decoded
-from rlcore.errors import CollectiveError, RlcoreError, SyncError, WorkerDiedError, WorkerTimeoutError
+from rlcore.errors import CollectiveError, SyncError, WorkerDiedError, WorkerTimeoutError
 from rlcore.process.status import process_name
 
 Call = tuple[Any, ...]
@@ -192,11 +192,11 @@ class SpmdPeers(SyncPeers):
     def start(self, method: str, calls: Sequence[Call] | None, timeout_s: float) -> Callable[[], list[Any]]:
         try:
             results = self._own.call(method, None if calls is None else calls[self._slice], timeout_s)
-        except RlcoreError as error:
+        except Exception as error:  # whatever it is: the other ranks wait for this one
             return partial(self._shared, method, [], error)
         return partial(self._shared, method, results, None)
 
-    def _shared(self, method: str, results: list[Any], error: RlcoreError | None) -> list[Any]:
+    def _shared(self, method: str, results: list[Any], error: Exception | None) -> list[Any]:
         """Tell all ranks this one's results or error; returns those of all, or raises the error of one."""
         failure = "" if error is None else str(error) or type(error).__name__
         answers = [

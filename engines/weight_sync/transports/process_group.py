@@ -45,6 +45,9 @@ class Turns:
 class SyncGroup:
     """One member of the group. Sends and receives are matched by their order: all members go by one schedule.
 
+    Inside ``with`` an error, or Ctrl-C, ends the membership at once: the others wait for what does not come any more,
+    and are told the reason.
+
     Args:
         meet: the folder or the store through which the members find each other.
         address: of this host, for members on others; "" leaves it to the collective library.
@@ -96,7 +99,13 @@ class SyncGroup:
             slot[:nbytes].copy_(here[:nbytes])
         return nbytes
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._group.__exit__(type(error), error, None)
+
     def leave(self) -> None:
         """Leave at once: the others may be elsewhere, or gone."""
-        over = SyncError("it is over")
-        self._group.__exit__(SyncError, over, None)
+        self.__exit__(None, SyncError("it is over"), None)

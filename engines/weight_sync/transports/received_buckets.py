@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ class ReceivedBuckets:
     def drop_rebuilt(self) -> None:
         self._rebuilt = None
 
-    def received(self, group: SyncGroup, orders: Sequence[Reception], buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    def received(self, group: SyncGroup, orders: Sequence[Reception], buckets: Sequence[Bucket]) -> Generator[Tensor]:
         """Receive and pass on each bucket, and yield its slot; the next one may come meanwhile."""
 
         def receive(number: int) -> Tensor:

@@ -6,11 +6,13 @@ Damaged messages in one process are tested by default; tests that end processes 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +23,17 @@ import torch
 from small_engine import Checkpoint, Sizes, SmallModel, SmallTarget, checkpoint, expected, registered, write
 
 import rlcore
+from rlcore.engines.weight_sync import receiver as receiver_module
 from rlcore.engines.weight_sync.channels.peers import LocalPeers, WorkerPeers
-from rlcore.engines.weight_sync.messages import Packing, Reception
+from rlcore.engines.weight_sync.channels.shared_store import SharedStore
+from rlcore.engines.weight_sync.messages import Packing, Reception, Sending
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.receiver import Receiver
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.engines.weight_sync.session import SyncSession
 from rlcore.errors import (
+    CollectiveError,
     DeviceError,
     InvalidInputError,
     RlcoreError,
@@ -124,10 +129,11 @@ def test_a_bucket_that_is_cut_off_is_refused(pair: Pair) -> None:
     assert unpack(pair) > 0
 
 
-class OneSlot:
+class OneSlot(nullcontext[None]):
     """A process group through which one slot comes again and again."""
 
     def __init__(self, slot: torch.Tensor) -> None:
+        super().__init__()
         self._slot = slot
         self.known: list[int | None] = []
         """The bytes of each message that the receiver knew before it came."""
@@ -250,6 +256,58 @@ def test_a_route_that_cannot_be_opened_leaves_no_group_behind(pair: Pair) -> Non
     with pytest.raises(UnsupportedError, match="relayed: it is a test"):
         session.run(RoundOptions(version=1, route="relayed"), nullcontext)
     assert not pair.sender._groups and not session.stores
+
+
+@pytest.fixture
+def rendezvous(pair: Pair) -> Iterator[str]:
+    """The name of a process group of both, whose own wait is longer than any test's."""
+    store = SharedStore()
+    with ThreadPoolExecutor(2) as pool:
+        joins = [pool.submit(end.join, store.path, rank, 2, 600.0, False) for rank, end in enumerate(pair[:2])]
+        for join in joins:
+            join.result()
+    yield store.path
+    store.remove()
+
+
+def in_the_group(pair: Pair, rendezvous: str) -> list[Future[Any]]:
+    """Send and receive all buckets by the group; returns the two calls, which have ended."""
+    (count,) = [len(plan.buckets(STAGING_BYTES)[0]) for plan in pair.receiver._plans.values()]
+    packings = [
+        msgspec.structs.replace(pair.packing, bucket=one, slot=one % 2, is_checked=not one) for one in range(count)
+    ]
+    sending = Sending(rendezvous=rendezvous, packings=packings, receivers=[[1]] * count)
+    receptions = [Reception(packing=one, source=0) for one in packings]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(pair.sender.send, msgspec.msgpack.encode(sending)),
+            pool.submit(pair.receiver.receive, msgspec.msgpack.encode(receptions)),
+        ]
+        wait(calls)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_an_error_of_one_side_ends_the_others_wait_in_the_group(
+    pair: Pair, rendezvous: str, end: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, method = (Sender, "_fill") if end == "sender" else (receiver_module._Coming, "write")
+    real, numbers = getattr(owner, method), itertools.count()
+
+    def fails_at_the_third(*arguments: Any) -> Any:
+        if next(numbers) == 2:
+            raise kind("no memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, method, fails_at_the_third)
+    began = time.monotonic()
+    errors = [call.exception() for call in in_the_group(pair, rendezvous)]
+    assert time.monotonic() - began < 60, "the group's own wait is 600 s"
+    own, others = errors if end == "sender" else errors[::-1]
+    assert type(own) is kind
+    assert isinstance(others, CollectiveError) and f"gave up: {kind.__name__}('no memory')" in str(others)
+    assert not pair.receiver.is_whole
 
 
 def test_weights_that_change_while_they_are_sent_are_not_committed(pair: Pair) -> None:

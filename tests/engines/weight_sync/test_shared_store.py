@@ -196,7 +196,8 @@ def test_ranks_that_share_a_store_have_a_part_of_it_for_each_group() -> None:
         one.remove()
 
 
-def test_two_sides_of_all_ranks_are_gathered_in_one_order() -> None:
+@pytest.mark.parametrize("error", [SyncError("it fails"), MemoryError("it fails")], ids=["ours", "anybody's"])
+def test_two_sides_of_all_ranks_are_gathered_in_one_order(error: Exception) -> None:
     """The ranks' threads would gather the senders' results with the receivers' otherwise."""
     gathered: list[str] = []
 
@@ -206,7 +207,7 @@ def test_two_sides_of_all_ranks_are_gathered_in_one_order() -> None:
 
         def call(self, method: str, calls: Any, timeout_s: float) -> list[Any]:
             if method == "fails":
-                raise SyncError("it fails")
+                raise error
             return [method]
 
         def __len__(self) -> int:
@@ -221,6 +222,6 @@ def test_two_sides_of_all_ranks_are_gathered_in_one_order() -> None:
     finish_first, finish_second = peers.start("first", None, 1), peers.start("fails", None, 1)
     assert gathered == []
     assert finish_first() == ["first"]
-    with pytest.raises(SyncError, match="it fails"):
+    with pytest.raises(type(error), match="it fails"):
         finish_second()
     assert gathered == ["['', ['first']]", "['it fails', []]"]

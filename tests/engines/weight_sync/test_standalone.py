@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,6 +130,16 @@ def test_two_unrelated_processes(other: Other, control: SocketControl) -> None:
     assert other.says()["sums"] == [sums(2.0)[0], 15.0, sums(2.0)[2]]
     assert set(runtime.iterdir()) <= before, "they met through the channel"
     assert len(shared_store._here) == len(stores) + 1
+    for kind, value in ((MemoryError, 3.0), (KeyboardInterrupt, 4.0)):
+        sender._sender._fill = mock.Mock(side_effect=kind("in the middle"))
+        given["1.weight"].fill_(value)
+        with pytest.raises(kind, match="in the middle"):
+            sender.send(route="collective", timeout_s=3600)  # whoever waits for this deadline does not pass
+        told = other.says()
+        assert "the sender gave the round up: in the middle. The model's weights are whole" in told["error"]
+        del sender._sender._fill
+        sender.send(route="collective")
+        assert other.says()["sums"] == [sums(2.0)[0], 15.0, sums(value)[2]]
     sender.close()
     assert shared_store._here == stores
     control.close()
