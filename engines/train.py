@@ -466,7 +466,7 @@ class TrainEngine(CheckpointedEngine):
             timeout_s: the longest that the sync may take.
 
         Raises:
-            StateError: the weights of either side are not on the device.
+            StateError: the weights of either side are not on the device, or another thread is syncing this trainer's.
             UnsupportedError: no route, or not the one asked for, can be taken; says why.
             SyncError: the models differ, or the sync failed; the message or a note says what the targets hold.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -16,7 +17,7 @@ from rlcore.engines.weight_sync.channels.peers import JoinedPeers, SpmdPeers, Sy
 from rlcore.engines.weight_sync.channels.shared_store import common_stores
 from rlcore.engines.weight_sync.options import RoundOptions
 from rlcore.engines.weight_sync.session import SyncSession
-from rlcore.errors import InvalidInputError, SyncError, WorkerDiedError, WorkerTimeoutError, first_line
+from rlcore.errors import InvalidInputError, StateError, SyncError, WorkerDiedError, WorkerTimeoutError, first_line
 from rlcore.types import SyncReport
 
 
@@ -73,6 +74,8 @@ class WeightSync:
 
     def __init__(self) -> None:
         self._known: dict[tuple[ReceivingEngine, ...], _KnownSession] = {}
+        self._turn = threading.Lock()
+        """Is held during a round: all rounds use the same senders, and what these hold for one round."""
 
     def run(
         self,
@@ -87,23 +90,34 @@ class WeightSync:
             group: the trainer's workers.
             num_changes: grows whenever the trainer's weights may have been changed.
             make_options: takes ``RoundOptions.is_same``.
+
+        Raises:
+            StateError: a round of this trainer is under way.
         """
-        key = tuple(targets)
-        groups = [group, *(target._receiving_group() for target in targets)]
-        known = self._known.get(key)
-        options = make_options(known is not None and known.weights == _weights(num_changes, targets))
-        if known is None or known.groups != groups:
-            self._forget(key)
-            known = _KnownSession(groups, _session(groups, options.timeout_s), ())
-        self._forget_closed()
-        self._known[key] = known
-        with spans.call_span("sync_weights", version=options.version) as here, ExitStack() as stack:
-            for target in targets:
-                stack.enter_context(target._receiving(is_staged=options.is_staged))
-            report = known.session.run(options, lambda: poisoned(targets, options.version))
-            here.add({"route": report.route, "bytes": report.moved_bytes, "needed_bytes": report.needed_bytes})
-        self._known[key] = known._replace(weights=_weights(num_changes, targets))
-        return report
+        if not self._turn.acquire(blocking=False):
+            raise StateError(
+                "another thread is syncing this trainer's weights: give all engines to one call of sync_weights(), or "
+                "call it for one after the other"
+            )
+        try:
+            key = tuple(targets)
+            groups = [group, *(target._receiving_group() for target in targets)]
+            known = self._known.get(key)
+            options = make_options(known is not None and known.weights == _weights(num_changes, targets))
+            if known is None or known.groups != groups:
+                self._forget(key)
+                known = _KnownSession(groups, _session(groups, options.timeout_s), ())
+            self._forget_closed()
+            self._known[key] = known
+            with spans.call_span("sync_weights", version=options.version) as here, ExitStack() as stack:
+                for target in targets:
+                    stack.enter_context(target._receiving(is_staged=options.is_staged))
+                report = known.session.run(options, lambda: poisoned(targets, options.version))
+                here.add({"route": report.route, "bytes": report.moved_bytes, "needed_bytes": report.needed_bytes})
+            self._known[key] = known._replace(weights=_weights(num_changes, targets))
+            return report
+        finally:
+            self._turn.release()
 
     def _forget_closed(self) -> None:
         for key in [key for key in self._known if not all(target.is_built for target in key)]:

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,9 +93,12 @@ class SingleTurn(Workflow):
         if not self._is_group_reward and self._pool is None:
             # A task for each would cost more than all else that is done for an episode.
             found = [self._reward(data, text) for text in texts]
-            return await _together(found) if any(map(inspect.isawaitable, found)) else found
+            if awaited := [one for one in found if inspect.isawaitable(one)]:  # all, or those that no cache answers
+                answers = iter(await together(awaited))
+                found = [next(answers) if inspect.isawaitable(one) else one for one in found]
+            return found
         if not self._is_group_reward:
-            return await _together(_called(self._pool, self._reward, data, text) for text in texts)
+            return await together(_called(self._pool, self._reward, data, text) for text in texts)
         return _one_each(await _called(self._pool, self._reward, data, texts), len(texts), "completions")
 
 
@@ -153,7 +156,7 @@ class MultiTurn(Workflow):
 
     async def _tool_answers(self, choice: ChatChoice) -> list[dict[str, Any]]:
         calls = choice.message.tool_calls or []
-        contents = await _together(self._run_tool(call.function) for call in calls)
+        contents = await together(self._run_tool(call.function) for call in calls)
         return [
             {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": content}
             for call, content in zip(calls, contents, strict=True)
@@ -191,7 +194,7 @@ class Grouped(Workflow):
     async def run_episode(self, client: RolloutClient, data: Any) -> list[Trajectory] | None:
         """Run the episodes together; if one is rejected, the group is."""
         clients = [client.sibling() for _ in range(self._n)]
-        results = await _together(self._workflow.run_episode(one, data) for one in clients)
+        results = await together(self._workflow.run_episode(one, data) for one in clients)
         groups = [as_trajectories(result) for result in results]
         if not all(groups):
             return None
@@ -215,7 +218,7 @@ def as_trajectories(result: Any) -> list[Trajectory]:
     return list(found)
 
 
-async def _together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def together(coroutines: Iterable[Awaitable[Any]]) -> list[Any]:
     """Await all of them; when one fails, or this is cancelled, the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -118,6 +120,14 @@ def test_advantages_are_those_of_arealites_loops() -> None:
             advantage = reward + 0.9 * 0.8 * advantage
             expected[row, at] = advantage
     assert_within_rounding(batch["advantages"], expected, terms=40, magnitude=torch.full_like(expected, 2.0))
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 4), (2, 3)])
+def test_rewards_are_not_normed_in_groups_of_one_or_in_parts_of_groups(size: int, rows: int) -> None:
+    actor = areal.FSDPPPOActor(areal.PPOActorConfig(group_size=size, group_reward_norm=True))
+    ones = torch.ones(rows, 2)
+    with pytest.raises(InvalidInputError, match=rf"at least 2; got {rows} rows and group_size={size}"):
+        actor.compute_advantages({"rewards": ones[:, 0], "loss_mask": ones, "logprobs": ones})
 
 
 class Answers(areal.RolloutWorkflow):
@@ -248,6 +258,30 @@ def test_the_last_client_closes_the_engine_also_where_an_episode_does_not_end(
 
 def _raise(*_: Any, **__: Any) -> None:
     raise RolloutError("planted")
+
+
+def test_when_an_answer_of_an_episode_fails_the_others_are_not_sampled_on() -> None:
+    under_way: set[int] = set()
+
+    class Engine:
+        async def agenerate(self, request: areal.ModelRequest) -> areal.ModelResponse:
+            number = len(under_way)
+            under_way.add(number)
+            try:
+                await asyncio.sleep(600 if number else 0.01)
+            finally:
+                under_way.remove(number)
+            raise RolloutError("planted")
+
+    async def episode() -> set[int]:
+        with pytest.raises(RolloutError, match="planted"):
+            await workflow.arun_episode(Engine(), {"messages": []})  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        return {*under_way}
+
+    tokenizer = mock.Mock(return_value=mock.Mock(input_ids=[1]))
+    workflow = areal.RLVRWorkflow(lambda **_: 1.0, areal.GenerationHyperparameters(n_samples=4), tokenizer)
+    assert asyncio.run(episode()) == set()
 
 
 def test_the_padding_of_a_workflows_tensors_is_no_part_of_its_trajectories() -> None:

@@ -22,6 +22,7 @@ from rlcore.compat import tinker
 from rlcore.compat.tinker import data as tinker_data
 from rlcore.compat.tinker import service_client, types
 from rlcore.compat.tinker.losses import DEFAULTS, LOSSES
+from rlcore.engines.train import TrainEngine
 from rlcore.errors import InvalidInputError, RolloutError, StateError, UnsupportedError
 from rlcore.examples import tinker_grpo
 from rlcore.quickstart.model import quickstart_model
@@ -246,6 +247,16 @@ def test_a_model_named_by_a_path_is_that_named_by_a_str(path: Path, hosts: list[
     assert [host.num_closes for host in hosts] == [1]
 
 
+def test_a_training_client_after_a_sampling_client_of_its_model_is_refused_with_the_reason(
+    path: Path, hosts: list[_Host]
+) -> None:
+    with tinker.ServiceClient() as service:
+        service.create_sampling_client(base_model=str(path)).result()
+        with pytest.raises(StateError, match=r"the engines of a sampling client, .*; make the training client first"):
+            service.create_lora_training_client(str(path), rank=1)
+    assert len(hosts) == 1
+
+
 def test_engines_that_were_built_while_the_service_was_closed_are_closed(
     path: Path, hosts: list[_Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +387,49 @@ def test_a_sample_that_close_cuts_short_says_so(path: Path, monkeypatch: pytest.
     for answer, told in ((begun, "before this sample had ended"), (queued, "before this sample began")):
         with pytest.raises(StateError, match=told):
             answer.result(20)
+
+
+def test_close_does_not_wait_for_samples_that_another_snapshot_waits_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = tinker.ServiceClient(sampler={"dtype": "float32"})
+    training = service.create_lora_training_client(str(path), rank=1).result()
+    first = training.save_weights_and_get_sampling_client()
+    training.optim_step(STILL).result()
+    second, host = training.save_weights_and_get_sampling_client(), service._hosts[str(path)]
+    monkeypatch.setattr(host.infer, "collect", lambda **_: {})
+    waits, wait_for_samples = threading.Event(), host._wait_for_samples
+
+    def wait() -> None:
+        waits.set() if host._under_way else None
+        wait_for_samples()
+
+    monkeypatch.setattr(host, "_wait_for_samples", wait)
+    prompt = types.ModelInput.from_ints([1])
+    answers = [one.sample(prompt, 1, types.SamplingParams(4)) for one in (first, second)]
+    assert waits.wait(20)
+    closes = threading.Thread(target=service.close)
+    closes.start()
+    closes.join(20)
+    assert not closes.is_alive()
+    for answer, told in zip(answers, ("before this sample had ended", "before this sample began"), strict=True):
+        with pytest.raises(StateError, match=told):
+            answer.result(0)
+
+
+def test_engines_are_closed_where_the_adapters_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Any] = []
+    close = TrainEngine.close
+    monkeypatch.setattr(TrainEngine, "close", lambda engine: (close(engine), closed.append(engine)))
+    monkeypatch.setattr(TrainEngine, "state_dict", _raises)
+    with tinker.ServiceClient(sampler={"dtype": "float32"}) as service:
+        with pytest.raises(StateError, match="planted"):
+            service.create_lora_training_client(str(path), rank=1)
+        assert closed
+
+
+def _raises(*_: Any, **__: Any) -> None:
+    raise StateError("planted")
 
 
 def test_the_example_learns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,18 @@ def test_rewards_of_one_answer_of_a_group_and_of_groups_of_episodes(tokenizer: A
         MultiTurn(len, {}, sampling_params={"n": 2})
 
 
+def test_a_reward_may_be_given_at_once_or_awaited(tokenizer: Any) -> None:
+    """As by a function that asks a server for what its cache does not have."""
+
+    async def asked(text: str) -> int:
+        await asyncio.sleep(0)
+        return len(text)
+
+    mixed = SingleTurn(lambda data, text: asked(text) if text > "b" else -1, {"n": 4})
+    client = RolloutClient(Says(tokenizer, "a", "bcd", "aa", "ef"))
+    assert [one.reward for one in asyncio.run(mixed.run_episode(client, {"prompt": [1]}))] == [-1, 3, -1, 2]
+
+
 def test_decoupled_ppo_takes_a_batch_of_trajectories() -> None:
     one = Trajectory([1, 2, 3], [False, True, True], [0.0, -0.5, -1.0], [-1, 0, 1], reward=1.0)
     other = Trajectory([4, 5], [False, True], [0.0, -2.0], [-1, 1])

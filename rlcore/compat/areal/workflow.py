@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from rlcore.compat.areal.batches import padded
 from rlcore.compat.areal.configuration import GenerationHyperparameters
 from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.rollout import RolloutClient, Trajectory
+from rlcore.rollout.workflow import together
 
 
 @dataclass
@@ -106,7 +106,7 @@ class RLVRWorkflow(RolloutWorkflow):
         )
         input_ids = self.tokenizer(prompt, add_special_tokens=False).input_ids
         request = ModelRequest(input_ids, self.gconfig.new(n_samples=1))
-        answers = await asyncio.gather(*(engine.agenerate(request) for _ in range(self.gconfig.n_samples)))
+        answers = await together(engine.agenerate(request) for _ in range(self.gconfig.n_samples))
         rewards = [
             self.reward_fn(
                 prompt=prompt,

@@ -57,25 +57,27 @@ class ModelHost:
             self.train.build(**trainer)
             self.infer = stack.enter_context(rlcore.InferenceEngine(path, executor=options.pop("executor", "hf")))
             self.infer.build(**({} if "devices" in options else {"colocate_with": self.train}) | options)
+            self._trained: Snapshot | None = None
+            """The snapshot whose adapters the trainer has; None after a step."""
+            self.base = self.snapshot()
+            """New adapters change nothing."""
+            self._fleet = Fleet(
+                [self.infer],
+                Timeline(),
+                unhealthy_after_s=unhealthy_after_s,
+                max_in_flight=None,
+                on_change=self._recover,
+            )
             self._stack = stack.pop_all()
-        self._fleet = Fleet(
-            [self.infer],
-            Timeline(),
-            unhealthy_after_s=unhealthy_after_s,
-            max_in_flight=None,
-            on_change=self._recover,
-        )
         self._ops = ThreadPoolExecutor(1, thread_name_prefix="rlcore-tinker")
         self._changed = threading.Condition()
         self._under_way: dict[Future[RequestOutput], Request] = {}
         """The samples that the inference engine has not answered yet, and what it was asked for each."""
         self._is_in_doubt = False
         """The inference engine was restarted, and has answered nothing since."""
+        self._is_closed = False
+        """No sample begins any more."""
         self._served: Snapshot | None = None
-        self._trained: Snapshot | None = None
-        """The snapshot whose adapters the trainer has; None after a step."""
-        self.base = self.snapshot()
-        """New adapters change nothing."""
 
     def submit(self, function: Callable[..., T], *args: Any) -> APIFuture[T]:
         """Call a function after all that was asked for before."""
@@ -86,9 +88,12 @@ class ModelHost:
 
     def close(self) -> None:
         """Close the engines. What they have not answered fails with StateError."""
+        with self._changed:
+            self._is_closed = True
+        # First, or another snapshot's sample would wait for their ends.
+        self._fail_under_way(StateError("the ServiceClient was closed before this sample had ended"))
         self._ops.shutdown(cancel_futures=True)
         self._fleet.close()
-        self._fail_under_way(StateError("the ServiceClient was closed before this sample had ended"))
         self._stack.close()
 
     # ------------------------------------------------------------------------------------ in the host's thread
@@ -135,6 +140,8 @@ class ModelHost:
             answer.set_exception(found) if isinstance(found, RlcoreError) else answer.set_result(found)
 
         with self._changed:  # an answer waits until it is noted what it answers
+            if self._is_closed:
+                raise StateError("the ServiceClient was closed before this sample began")
             self._under_way[answer] = self._fleet.submit(prompt, params, deliver)
 
     def _wait_for_samples(self) -> None:

@@ -81,9 +81,14 @@ class ServiceClient:
             raise InvalidInputError(
                 "create_lora_training_client() needs train_mlp or train_attn: it has no other adapters"
             )
-        if base_model in self._hosts:
+        if base_model in self._clients:
             raise StateError(
                 f"{base_model} has a client already; rlcore trains one set of adapters of a model at a time"
+            )
+        if base_model in self._hosts:
+            raise StateError(
+                f"{base_model} has the engines of a sampling client, without adapters to train; make the training "
+                "client first, and sampling clients after it"
             )
         host = self._host(base_model, rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn)
         client = TrainingClient(host, base_model, rank, self._folder)

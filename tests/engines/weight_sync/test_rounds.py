@@ -7,6 +7,7 @@ import random
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import rlcore
 from rlcore.engines.weight_sync import endpoint, target
 from rlcore.engines.weight_sync.channels.peers import LocalPeers
 from rlcore.engines.weight_sync.channels.shared_store import SharedStore
+from rlcore.engines.weight_sync.engines import WeightSync
 from rlcore.engines.weight_sync.messages import Offer, decoded
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.named_source import NamedSourceTensors
@@ -449,8 +451,6 @@ def _forgets_by_close(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> 
 
 def _forgets_by_another_route(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> None:
     given["weight"] = torch.full((3, 3), 2.0)
-    sender.send(route="packed")
-    given["weight"] = torch.full((3, 3), 3.0)
     sender.send(route="local")
 
 
@@ -603,6 +603,22 @@ def test_options_outside_of_what_is_accepted(options: dict[str, Any], match: str
 def test_of_sampled_checksums_one_bucket_in_16_has_one_and_always_the_first(checksums: Any, steps: list[int]) -> None:
     options = RoundOptions(version=1, checksums=checksums)
     assert [step for step in range(40) if options.is_checked(step)] == steps
+
+
+def test_a_trainer_does_one_sync_at_a_time() -> None:
+    syncs = WeightSync()
+
+    class Target:
+        def _receiving_group(self) -> None:
+            with ThreadPoolExecutor(1) as other_thread:
+                other = other_thread.submit(syncs.run, None, [self], 0, None)  # type: ignore[arg-type]
+            with pytest.raises(StateError, match=r"another thread is syncing this trainer's weights: give all engines"):
+                other.result()
+            raise SyncError("the first goes on")
+
+    for _ in ("in turn", "after an error"):
+        with pytest.raises(SyncError, match="the first goes on"):
+            syncs.run(None, [Target()], 0, None)  # type: ignore[arg-type, list-item]
 
 
 def test_the_former_name_of_a_field_of_the_report_is_read_with_a_warning() -> None:
