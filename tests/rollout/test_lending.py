@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -418,3 +420,39 @@ def test_real_engines_change_places_and_the_trainer_learns_the_same(
                 assert torch.isfinite(torch.tensor(train.train_batch(batch, decoupled_ppo())["grad_norm"]))
                 rollout.update_weights(train)
             assert rollout.stats.lent > 0 and rollout.stats.given == 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_real_guest_that_is_killed_or_stopped_leaves_the_trainer_its_devices(
+    number: signal.Signals, model: Path
+) -> None:
+    """It is in a process of its own; what it had under way goes to the other sampler."""
+    with rlcore.meta_device():
+        module = policy_class(model).from_pretrained(model)
+    workflow = SingleTurn(lambda data, text: 1.0, {"n": 4, "max_tokens": 100, "ignore_eos": True})
+    items = [{"prompt": f"{a:02d}+{b:02d}="} for a in range(4) for b in range(4)]
+    with (
+        rlcore.TrainEngine(module) as train,
+        rlcore.InferenceEngine(model) as own,
+        rlcore.InferenceEngine(model) as guest,
+    ):
+        train.build(devices="cpu:0", launcher="inline")
+        own.build(devices="cpu:1", launcher="inline", dtype="float32")
+        guest.build(devices="cpu:0", launcher="process", dtype="float32")
+        process_id = guest.executors[0].workers[0].process_id
+        lent = LentDevices(train, guest, after_s=0.0)
+        options: dict[str, Any] = {"batch_size": 16, "max_staleness": 0, "max_in_flight": 2, "unhealthy_after_s": 3.0}
+        with RolloutController(own, workflow, lent=lent, **options) as rollout, ThreadPoolExecutor() as threads:
+            rollout.update_weights(train, version=0)
+            preparing = threads.submit(rollout.prepare_batch, items, 120)
+            driver = rollout._fleet._guest
+            until(lambda: driver and driver._under_way)
+            os.kill(process_id, number)
+            for _ in range(2):
+                assert len(preparing.result(120)["rewards"]) == 64
+                assert train.state == dict.fromkeys(train.tags, State.LOADED)
+                rollout.update_weights(train)
+                preparing = threads.submit(rollout.prepare_batch, items, 120)
+            preparing.result(120)
+            assert lent.num_lent == 1 and rollout.stats.requests_moved == 2
