@@ -287,6 +287,17 @@ def in_the_group(pair: Pair, rendezvous: str) -> list[Future[Any]]:
     return calls
 
 
+def test_orders_that_are_refused_end_the_senders_wait_in_the_group(
+    pair: Pair, rendezvous: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Receiver, "_coming", lambda *_: [][0])
+    began = time.monotonic()
+    sent, received = (call.exception() for call in in_the_group(pair, rendezvous))
+    assert time.monotonic() - began < 60, "the group's own wait is 600 s"
+    assert isinstance(received, IndexError)
+    assert isinstance(sent, CollectiveError) and "gave up: IndexError" in str(sent)
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 def test_an_error_of_one_side_ends_the_others_wait_in_the_group(
