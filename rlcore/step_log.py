@@ -39,11 +39,9 @@ class StepLog:
         if data != self._bytes():
             write_file(self.path, data)
 
-    def put_aside(self) -> None:
-        """Give the file another name, such as "metrics-1.jsonl", if steps were done; raises as ``read`` does."""
-        if self.num_of_steps():
-            names = (self.path.with_stem(f"{self.path.stem}-{number}") for number in itertools.count(1))
-            self.path.rename(next(name for name in names if not name.exists()))
+    def aside(self, number: int) -> Path:
+        """Return the file for a part of the log that is lost, such as "metrics-1.jsonl"."""
+        return self.path.with_stem(f"{self.path.stem}-{number}")
 
     def read(self) -> list[dict[str, Any]]:
         """Return what each line holds; nothing if there is no file.

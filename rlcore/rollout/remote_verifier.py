@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import math
-import time
+import socket
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -22,6 +23,57 @@ _URL = Kind(
 )
 _MOST_BYTES = 1 << 24
 """The most bytes of an answer: what is longer is none of rewards."""
+
+
+class _Opener:
+    """Opens one request, whose connections ``end`` shuts down in whichever part of the answer they are."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._is_over = False
+        plain, encrypted = _KeptHTTP(), _KeptHTTPS()
+        plain.keep = encrypted.keep = self._keep
+        self._opener = urllib.request.build_opener(plain, encrypted)
+
+    def open(self, request: urllib.request.Request, timeout_s: float) -> Any:
+        return self._opener.open(request, timeout=timeout_s)
+
+    def _keep(self, connected: socket.socket) -> None:
+        self._sockets.append(connected)
+        if self._is_over:
+            self.end()
+
+    def end(self) -> None:
+        self._is_over = True
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # it has ended
+                socket.socket.shutdown(one, socket.SHUT_RDWR)  # that of SSLSocket is not for two threads
+
+
+class _Kept(urllib.request.AbstractHTTPHandler):
+    """Mixed into urllib's handlers: gives the sockets of their connections to ``keep``."""
+
+    keep: Callable[[socket.socket], None]
+
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> Any:
+        def connection(*args: Any, **others: Any) -> Any:
+            found = http_class(*args, **others)
+            connect = found.connect
+
+            def connect_and_keep() -> None:
+                connect()
+                self.keep(found.sock)
+
+            found.connect = connect_and_keep
+            return found
+
+        return super().do_open(connection, req, **options)
+
+
+class _KeptHTTP(_Kept, urllib.request.HTTPHandler): ...
+
+
+class _KeptHTTPS(_Kept, urllib.request.HTTPSHandler): ...
 
 
 class RemoteVerifier:
@@ -114,19 +166,20 @@ class RemoteVerifier:
 
     async def _in_time(self, body: bytes, count: int) -> list[float]:
         """Return the rewards; the time counts here, because that of a socket begins anew with each byte."""
+        opener = _Opener()
         try:
             async with asyncio.timeout(self._timeout_s):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._rewards, body, count)
+                return await loop.run_in_executor(self._threads, self._rewards, opener, body, count)
         except TimeoutError as error:
+            opener.end()  # its thread is needed for other requests
             raise RolloutTimeoutError(f"{self._url} did not answer within {self._timeout_s:g} s") from error
 
-    def _rewards(self, body: bytes, count: int) -> list[float]:
-        deadline = time.monotonic() + self._timeout_s
+    def _rewards(self, opener: _Opener, body: bytes, count: int) -> list[float]:
         request = urllib.request.Request(self._url, body, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                text = self._read(response, deadline)
+            with opener.open(request, self._timeout_s) as response:
+                text = self._read(response)
         except urllib.error.HTTPError as error:
             raise RolloutError(f"{self._url} answered {error.code}: {_text_of(error)}") from None
         except OSError as error:
@@ -137,17 +190,11 @@ class RemoteVerifier:
             raise RolloutError(f"{self._url} answered something else than HTTP: {error!r:.200}") from error
         return self._checked(text, count)
 
-    def _read(self, response: Any, deadline: float) -> bytes:
-        """Read the answer, but not beyond the deadline: the thread is needed for other requests."""
-        parts, size = [], 0
-        while part := response.read1(65536):
-            parts.append(part)
-            size += len(part)
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            if size > _MOST_BYTES:
-                raise RolloutError(f"{self._url} answered more than {_MOST_BYTES} bytes, which are no rewards")
-        return b"".join(parts)
+    def _read(self, response: Any) -> bytes:
+        found: bytes = response.read(_MOST_BYTES + 1)
+        if len(found) > _MOST_BYTES:
+            raise RolloutError(f"{self._url} answered more than {_MOST_BYTES} bytes, which are no rewards")
+        return found
 
     def _checked(self, text: bytes, count: int) -> list[float]:
         try:

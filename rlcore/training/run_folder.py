@@ -17,6 +17,7 @@ nothing in the folder.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -92,9 +93,17 @@ class TrainFolder:
     def begin(self) -> None:
         """Put the logs of a run that left no checkpoint aside, and write the configuration."""
         with self._named_errors():
-            for log in self._logs.values():
-                log.put_aside()
+            self._put_aside()
         self.go_on(-1)
+
+    def _put_aside(self) -> None:
+        """Give the logs other names, with one number, if steps were done."""
+        logs = self._logs.values()
+        if any(log.num_of_steps() for log in logs):
+            number = next(one for one in itertools.count(1) if not any(log.aside(one).exists() for log in logs))
+            for log in logs:
+                with contextlib.suppress(FileNotFoundError):
+                    log.path.rename(log.aside(number))
 
     def go_on(self, step: int) -> None:
         """Drop the lines of steps after ``step``, and one that a kill cut short, and write the configuration.

@@ -122,6 +122,14 @@ def test_advantages_are_those_of_arealites_loops() -> None:
     assert_within_rounding(batch["advantages"], expected, terms=40, magnitude=torch.full_like(expected, 2.0))
 
 
+@pytest.mark.parametrize(("size", "rows"), [(1, 4), (2, 3)])
+def test_rewards_are_not_normed_in_groups_of_one_or_in_parts_of_groups(size: int, rows: int) -> None:
+    actor = areal.FSDPPPOActor(areal.PPOActorConfig(group_size=size, group_reward_norm=True))
+    ones = torch.ones(rows, 2)
+    with pytest.raises(InvalidInputError, match=rf"at least 2; got {rows} rows and group_size={size}"):
+        actor.compute_advantages({"rewards": ones[:, 0], "loss_mask": ones, "logprobs": ones})
+
+
 class Answers(areal.RolloutWorkflow):
     async def arun_episode(self, engine: areal.EpisodeEngine, data: Any) -> Any:
         if data is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from rlcore.conformance.ends import wait_until
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError
 from rlcore.rollout import RemoteVerifier, RolloutController, SingleTurn
 from tests.rollout.simulated_engine import SimulatedEngine
 
 DRIPPING = {
     "drips headers": b"HTTP/1.1 200 OK\r\nX: ",
-    "drips an error": b"HTTP/1.1 500 no\r\nContent-Length: 12\r\n\r\n",
+    "drips an error": b"HTTP/1.1 500 no\r\nContent-Length: 200\r\n\r\n",
 }
 """Beginnings of answers that go on a byte at a time."""
 
@@ -34,6 +36,8 @@ class Server(ThreadingHTTPServer):
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.refused = "refuse"
+        self.num_lost = 0
+        """Answers that the client did not take to their ends."""
 
     @property
     def url(self) -> str:
@@ -56,9 +60,12 @@ class Handler(BaseHTTPRequestHandler):
             return
         if texts[0] in DRIPPING:
             self.wfile.write(DRIPPING[texts[0]])
-            for _ in range(12):
-                time.sleep(0.1)
-                self.wfile.write(b"a")
+            with contextlib.suppress(OSError):
+                for _ in range(200):
+                    time.sleep(0.1)
+                    self.wfile.write(b"a")
+                return
+            self.server.num_lost += 1
             return
         if texts == ["garbage"]:
             self.wfile.write(b"no HTTP\r\n\r\n")
@@ -147,6 +154,8 @@ def test_a_server_that_misbehaves_is_named(server: Server, text: str, kind: type
     timeout_s = 0.3 if kind is RolloutTimeoutError else 60.0
     with RemoteVerifier(server.url, timeout_s=timeout_s) as verifier, pytest.raises(kind, match=told):
         asyncio.run(asked())
+    if text in DRIPPING:
+        wait_until(lambda: server.num_lost, "the thread of the request reads on")
 
 
 def test_wrong_arguments_are_refused(server: Server) -> None:

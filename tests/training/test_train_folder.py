@@ -99,6 +99,20 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again_where_that_is
     assert not (path / "metrics-2.jsonl").exists()
 
 
+def test_logs_of_a_lost_part_have_one_number_though_a_kill_came_between_them(config: TrainConfig) -> None:
+    """The episodes of a step are written before its metrics."""
+    path = write_run(config, 0, checkpoint=False)
+    with TrainFolder(config, resume=True) as folder:
+        folder.append("episodes", [{"step": 1, "number": number} for number in range(BATCH)])
+    for _ in range(2):
+        with TrainFolder(config, resume=True) as folder:
+            folder.begin()
+            folder.append("metrics", [{"step": 0}, {"step": 1}])
+            folder.append("episodes", [{"step": 1, "number": number} for number in range(BATCH)])
+    assert steps_of(path, "metrics-1") == [0] and steps_of(path, "episodes-1") == [1] * BATCH
+    assert steps_of(path, "metrics-2") == [0, 1] and steps_of(path, "episodes-2") == [1] * BATCH
+
+
 def test_a_model_folder_with_other_files_is_told_before_the_run(config: TrainConfig) -> None:
     path = write_run(config, 2)
     (path / "model").mkdir()

@@ -92,6 +92,11 @@ class FSDPPPOActor:
         reward_N = (batch["rewards"] + own.reward_bias) * own.reward_scaling
         reward_N = reward_N.clip(-own.reward_clip, own.reward_clip)
         if own.group_reward_norm:
+            if own.group_size < 2 or len(reward_N) % own.group_size:
+                raise InvalidInputError(
+                    "group_reward_norm takes rows in whole groups of actor.group_size, which is at least 2; got "
+                    f"{len(reward_N)} rows and group_size={own.group_size}"
+                )
             groups = reward_N.view(-1, own.group_size)
             reward_N = ((groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
         mask_NL = batch["loss_mask"].bool()
