@@ -77,6 +77,8 @@ class EngineDriver:
         """The ``paused`` blocks for which the engine stands still."""
         self._stands_still = False
         self._is_ended = False
+        self._is_out = False
+        """It has ended, and ``on_failure`` has been told."""
         self._call_began: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"rlcore-{name}", daemon=True)
         self._thread.start()
@@ -130,7 +132,7 @@ class EngineDriver:
     def await_pause(self) -> None:
         """Wait until the engine makes no tokens, or is out."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ended or (self._stands_still and self._call_began is None))
+            self._changed.wait_for(lambda: self._is_out or (self._stands_still and self._call_began is None))
 
     def ask_to_resume(self, holder: object) -> None:
         """Have the driver's thread let the engine go on, once nobody holds it; for who does not hold it do nothing."""
@@ -141,7 +143,7 @@ class EngineDriver:
     def await_resume(self) -> None:
         """Wait until the engine goes on, is out, or is to pause for somebody else."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ended or self._holders or not self._stands_still)
+            self._changed.wait_for(lambda: self._is_out or self._holders or not self._stands_still)
 
     def end(self, error: RlcoreError) -> None:
         """Take the engine out: its requests go to ``on_failure``, and what it still answers is dropped."""
@@ -153,14 +155,19 @@ class EngineDriver:
             lost = [request for request in held if not request.is_cancelled]
             self._under_way, self._sending, self._new, self.tokens_under_way = {}, [], [], 0
             self._changed.notify_all()
-        self._timeline.end(self.name)
-        _log.warning("%s is taken out: %s; its %d requests go elsewhere", self.name, first_line(error), len(lost))
-        self._on_failure(self, error, lost)
+        try:
+            self._timeline.end(self.name)
+            _log.warning("%s is taken out: %s; its %d requests go elsewhere", self.name, first_line(error), len(lost))
+            self._on_failure(self, error, lost)
+        finally:
+            with self._changed:
+                self._is_out = True
+                self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """End the thread and abort what the engine has under way; one that stands still goes on for its next user."""
         with self._changed:
-            self._is_ended = True
+            self._is_ended = self._is_out = True
             self._new, self._sending = [], []
             self._changed.notify_all()
         self._thread.join(timeout_s)

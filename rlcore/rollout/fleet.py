@@ -88,8 +88,9 @@ class Fleet:
 
     def cancel(self, request: Request) -> None:
         request.is_cancelled = True
-        with self._lock, contextlib.suppress(ValueError):
-            self._waiting.remove(request)
+        with self._lock:
+            if request in self._waiting:  # asked first: the error of `remove` has the whole prompt in words
+                self._waiting.remove(request)
         for driver in self._all_drivers():
             driver.cancel(request)
 

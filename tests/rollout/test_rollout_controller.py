@@ -834,6 +834,22 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_comes_back_at_the_next_u
         assert rollout.stats.engine_failures == 1 and idle._next_number > asked
 
 
+def test_an_update_that_finds_an_engine_dead_waits_until_that_is_noted() -> None:
+    engines, trainer = [SimulatedEngine(), SimulatedEngine()], SimulatedTrainer()
+    with controller(engines) as rollout:
+        driver = rollout._fleet._drivers[0]
+        tell = driver._on_failure
+
+        def slowly(*given: Any) -> None:
+            time.sleep(0.05)
+            tell(*given)
+
+        driver._on_failure = slowly
+        engines[0].is_broken = True
+        rollout.update_weights(trainer)  # type: ignore[arg-type]
+        assert trainer.synced == [2] and rollout.stats.engine_failures == 1 and rollout.num_healthy == 2
+
+
 def test_several_engines_that_are_asked_to_pause_are_waited_for_together() -> None:
     """Engines that have stopped are out after the time of one."""
     engines, trainer = [SimulatedEngine() for _ in range(3)], SimulatedTrainer()

@@ -451,8 +451,6 @@ def _forgets_by_close(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> 
 
 def _forgets_by_another_route(sender: rlcore.WeightSender, given: dict[str, Tensor]) -> None:
     given["weight"] = torch.full((3, 3), 2.0)
-    sender.send(route="packed")
-    given["weight"] = torch.full((3, 3), 3.0)
     sender.send(route="local")
 
 

@@ -130,6 +130,19 @@ def test_few_handles_are_opened_after_an_offload(build: Build, place: Place) -> 
     engines.check()
 
 
+@pytest.mark.parametrize("place", [ONE, HOST])
+def test_parameters_that_got_other_memory_are_sent_from_there(build: Build, place: Place) -> None:
+    engines = build(place)
+    for _ in range(2):
+        engines.train.sync_weights(engines.infer, route="direct")
+        engines.train.move()
+        assert engines.train.sync_weights(engines.infer, route="direct").handles_opened > 0
+        engines.check()
+        engines.train.add(0.25)
+        assert engines.train.sync_weights(engines.infer, route="direct").handles_opened == 0
+        engines.check()
+
+
 @pytest.mark.parametrize("place", [ONE])
 def test_thousands_of_small_weights_are_not_opened_again_after_each_offload(build: Build, place: Place) -> None:
     engines = build(place, MANY)
