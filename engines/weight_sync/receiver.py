@@ -359,7 +359,8 @@ class Receiver:
         if self._group is None:
             raise StateError("receive() needs a group; call join() first")
         orders = decoded(receptions, list[Reception], "list of Reception")
-        coming = self._coming([order.packing for order in orders])
+        with self._group:  # the senders wait for this member, whatever it refuses
+            coming = self._coming([order.packing for order in orders])
         moved: list[int] = []
         unread: list[tuple[_Coming, Tensor]] = []
         slots = self._buckets.received(self._group, orders, [one.bucket for one in coming])

@@ -51,7 +51,9 @@ class MessageChild:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        """True while it runs. One that has ended is not waited for here: its process group can still be killed."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self._process.returncode is None and os.waitid(os.P_PID, self._process.pid, how) is None
 
     def send(self, message: object) -> None:
         """Raise BrokenPipeError when it has ended."""

@@ -84,6 +84,23 @@ def test_a_function_that_forks_keeps_its_deadline_and_leaves_nothing(tmp_path: P
     wait_for_the_end_of(*pids_in(late), other, *pids_in(closed))
 
 
+def test_a_process_that_was_killed_while_idle_is_replaced_and_what_it_had_started_ends(tmp_path: Path) -> None:
+    def verify(file: str) -> float:
+        other = subprocess.Popen(["sleep", "600"])
+        Path(file).write_text(f"{os.getpid()} {other.pid}")
+        return 1.0
+
+    with RewardPool(1, timeout_s=60) as pool:
+        assert pool.submit(verify, str(tmp_path / "first")).result(60) == 1.0
+        own, other = pids_in(tmp_path / "first")
+        os.kill(own, signal.SIGKILL)
+        (child,) = pool._children
+        wait_until(lambda: not child.is_alive, "it still runs")
+        assert pool.submit(verify, str(tmp_path / "second")).result(60) == 1.0
+        wait_for_the_end_of(other)
+    wait_for_the_end_of(*pids_in(tmp_path / "second"))
+
+
 def test_what_a_function_has_started_ends_with_the_program(tmp_path: Path) -> None:
     subprocess.run([*warm(), "-c", PROGRAM, str(tmp_path / "pids")], check=True)
     wait_for_the_end_of(*pids_in(tmp_path / "pids"))

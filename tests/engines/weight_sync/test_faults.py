@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 import pytest
@@ -285,6 +286,17 @@ def in_the_group(pair: Pair, rendezvous: str) -> list[Future[Any]]:
         ]
         wait(calls)
     return calls
+
+
+def test_orders_that_are_refused_end_the_senders_wait_in_the_group(
+    pair: Pair, rendezvous: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Receiver, "_coming", mock.Mock(side_effect=MemoryError("no memory")))
+    began = time.monotonic()
+    sent, received = (call.exception() for call in in_the_group(pair, rendezvous))
+    assert time.monotonic() - began < 60, "the group's own wait is 600 s"
+    assert isinstance(received, MemoryError)
+    assert isinstance(sent, CollectiveError) and "gave up: MemoryError" in str(sent)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt], ids=lambda kind: kind.__name__)
