@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,12 +53,20 @@ class RendezvousStore(Protocol):
 class WorkerGroup:
     """All workers of an executor, by rank. They end when nothing refers to the group any more."""
 
-    def __init__(self, engine: str, timeout_s: float, store: str = "") -> None:
+    def __init__(
+        self, engine: str, timeout_s: float, store: str = "", *, order: AbstractContextManager[Any] = sending
+    ) -> None:
+        """
+        Args:
+            order: held while the workers are sent a call. A worker in this process has another than ``sending``: its
+                call runs meanwhile, and may wait for workers of other groups.
+        """
         self.engine = engine
         self.workers: list[Any] = []
         self._timeout_s = timeout_s
         self.store = store
         self._owner = os.getpid()
+        self._order = order
         self._broken_by: BaseException | None = None
         self._kept: list[object] = []
         self.new_rendezvous: Callable[[], RendezvousStore] | None = None
@@ -150,7 +159,7 @@ class WorkerGroup:
     def _send(self, prepared: Sequence[Callable[[], Future[Any]]]) -> list[Future[Any]]:
         futures: list[Future[Any]] = []
         try:
-            with sending:
+            with self._order:
                 for call in prepared:
                     futures.append(call())
                 self.flush()
@@ -168,7 +177,7 @@ class WorkerGroup:
         ``call`` does.
         """
         try:
-            with sending:
+            with self._order:
                 yield
                 self.flush()
             self._results("start", [worker.started for worker in self.workers], queue.SimpleQueue())
@@ -293,7 +302,7 @@ class WorkerGroup:
         if self._owner != os.getpid():
             return
         try:
-            with sending:
+            with self._order:
                 for worker in self.workers:
                     worker.ask_to_stop()
             deadline = time.monotonic() + STOP_S

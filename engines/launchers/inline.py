@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,10 @@ from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import InvalidInputError, RlcoreError
 from rlcore.process.status import process_name
 from rlcore.settings import Settings
+
+_running = threading.RLock()
+"""Held while a worker of this process runs a call: threads of the user's program take turns."""
+os.register_at_fork(after_in_child=_running._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
 class InlineLauncher(Launcher):
@@ -40,7 +45,7 @@ class InlineLauncher(Launcher):
 
 def start_inline(worker_class: type[Any], context: WorkerContext, timeout_s: float) -> WorkerGroup:
     """Start a worker here, and return it as a group of one."""
-    group = WorkerGroup(context.engine, timeout_s)
+    group = WorkerGroup(context.engine, timeout_s, order=_running)
     group.workers.append(InlineWorker(worker_class, context))
     return group
 

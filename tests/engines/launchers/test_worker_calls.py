@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,14 @@ class Worker:
     def nap(self, seconds: float) -> float:
         time.sleep(seconds)
         return time.monotonic()
+
+    def come(self, here: Path, other: Path) -> bool:
+        """Come, and return True if another came within 10 seconds."""
+        here.touch()
+        deadline = time.monotonic() + 10
+        while not other.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return other.exists()
 
     def meet(self, folder: Path) -> int:
         """Come back when all workers of the group are in this method."""
@@ -258,8 +267,6 @@ def test_one_engine_leaves_a_shared_process_and_the_other_stays(join_group: Star
 
 
 def test_two_engines_called_at_once_from_two_threads_do_not_cross(join_group: Start) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with (
         join_group(Worker, 2, engine="A") as one,
         join_group(Worker, 2, engine="B") as other,
@@ -538,6 +545,20 @@ def test_inline_workers_fail_alike(start_group: Start, how: str, text: str) -> N
     kind = DeviceError if how == "ours" else WorkerError
     with start_group(Worker, launcher="inline") as group, pytest.raises(kind, match=text):
         ask(group, "fail", how)
+
+
+def test_a_call_in_this_process_may_wait_for_workers_of_others(start_group: Start, tmp_path: Path) -> None:
+    """As a sender of weights in the user's process waits for its receivers, which another thread calls."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    with (
+        start_group(Worker) as apart,
+        start_group(Worker, launcher="inline") as inline,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        call = pool.submit(ask_all, inline, "come", here, there)
+        while not here.exists() and not call.done():
+            time.sleep(0.01)
+        assert ask_all(apart, "come", there, here) == call.result() == [True]
 
 
 # ------------------------------------------------------------------------------------- programs that start workers
