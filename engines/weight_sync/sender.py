@@ -122,8 +122,8 @@ class Sender:
         """Release what a round held that has failed."""
         self._computed = {}
         self._sent.drop()
-        self._sample.hide()
         self.leave(rendezvous)
+        self._sample.hide()
 
     def manifest(self) -> bytes:
         """Return the manifest of all trainer ranks, encoded."""
