@@ -128,7 +128,8 @@ def importance_weighted(loss: str, term: LossFn, level: Level, weigh: Weigh) -> 
             f"{loss}_weight_square_mean": weight.square(),
             f"{loss}_cut_mean": weight != ratio,
         }
-        return (weight * value).where(weight > 0, 0.0), joined_statistics(stats, new, loss)
+        is_kept = weight > 0  # not where it is NaN, which the product would give to the gradient
+        return (weight.where(is_kept, 0.0) * value).where(is_kept, 0.0), joined_statistics(stats, new, loss)
 
     return sequence_level(weighted_term) if level == "sequence" else as_level_of(weighted_term, term)
 

@@ -33,7 +33,7 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
         advantage = needed(per_token, "advantages", "sapo")
         log_ratio = log_ratio_to_old(logprob, per_token, "sapo")
         is_positive = advantage > 0
-        tau = advantage.new_full(advantage.shape, temperature_negative).masked_fill(is_positive, temperature_positive)
+        tau = log_ratio.new_full(log_ratio.shape, temperature_negative).masked_fill(is_positive, temperature_positive)
         gate = (tau * (log_ratio.exp() - 1)).sigmoid() * 4 / tau
         return -advantage * gate, ratio_statistics(log_ratio)
 

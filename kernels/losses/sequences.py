@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 from rlcore.kernels.losses.interface import PerToken, needed
+from rlcore.kernels.softmax_rows import wide_dtype
 
 
 def sequence_mean(values: Tensor, per_token: PerToken) -> Tensor:
     """Return [t]: at each token the mean of ``values`` [t] over the tokens of its sequence that count; 0 if none does.
 
-    Differentiable. The values of tokens that do not count have no influence, NaN included.
+    Differentiable, and in float32 at least: sums in 16 bits stop growing after some hundred tokens. The values of
+    tokens that do not count have no influence, NaN included.
 
     Raises:
         InvalidInputError: ``per_token`` without ``cu_seqlens`` or ``token_mask``, which ``linear_loss`` sets for
             losses marked ``@sequence_level``.
     """
     total, sequence_T, mask_T = _totals(values, per_token, "sequence_mean")
-    counts_N, _, _ = _totals(mask_T.to(values.dtype), per_token, "sequence_mean")
+    counts_N, _, _ = _totals(mask_T.to(total.dtype), per_token, "sequence_mean")
     return (total / counts_N.clamp(min=1))[sequence_T]
 
 
@@ -30,6 +32,7 @@ def sequence_sum(values: Tensor, per_token: PerToken) -> Tensor:
 
 def _totals(values_T: Tensor, per_token: PerToken, what: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of each sequence [n], the number of each token's sequence [t], and the mask [t]."""
+    values_T = values_T.to(wide_dtype(values_T.dtype))
     edges = needed(per_token, "cu_seqlens", what)
     mask_T = needed(per_token, "token_mask", what)
     length_N = edges.diff()

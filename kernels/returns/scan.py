@@ -234,6 +234,8 @@ def masked_whiten(values: Tensor, mask: Tensor, *, keep_mean: bool = False, epsi
     x = torch.where(is_counted, values, 0.0).to(wide_dtype(values.dtype))
     count = is_counted.sum()
     mean = x.sum() / count.clamp(min=1)
+    # Once more: of equal values the rounding of a sum would be left, and the scale would make it large.
+    mean = mean + torch.where(is_counted, x - mean, 0.0).sum() / count.clamp(min=1)
     centred = torch.where(is_counted, x - mean, 0.0)
     whitened = centred * (centred.square().sum() / (count - 1).clamp(min=1) + epsilon).rsqrt()
     return torch.where(is_counted, whitened + mean, 0.0) if keep_mean else whitened

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,6 +42,12 @@ class CausalHead:
         except UnsupportedError as error:
             error.add_note("The model is as it was: without rlcore's call the trainer scores it by its own head.")
             raise
+
+    def of(self, model: torch.nn.Module) -> CausalHead:
+        """Return the head of ``model``, which is the one that was measured or a copy of it."""
+        found = copy.copy(self)
+        found._model = model
+        return found
 
     def __call__(
         self, hidden_BLH: Tensor, labels_BL: Tensor, *, with_entropy: bool, row_stats: Sequence[str] = ()
@@ -83,6 +92,21 @@ class CausalHead:
             return torch.float32
         kind = hidden.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def replace_forward(model: Any, forward: Callable[..., Any]) -> None:
+    """Let ``model(...)`` return ``forward(model, original, ...)``, where ``original`` is what it was before.
+
+    It is a method, so that a deep copy of the model, such as an average of its weights, computes with its own.
+    """
+    before = model.forward
+    function = before.__func__ if isinstance(before, MethodType) else None
+
+    @functools.wraps(type(model).forward)  # Trainer and generate() read its arguments
+    def replaced(self: Any, *args: Any, **options: Any) -> Any:
+        return forward(self, before if function is None else MethodType(function, self), *args, **options)
+
+    model.forward = MethodType(replaced, model)
 
 
 def without_adapters(model: Any) -> Any:

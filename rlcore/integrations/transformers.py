@@ -10,7 +10,6 @@ Letters: B sequences, L tokens, H a hidden size, T scored tokens.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import rlcore
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
+from rlcore.integrations.causal_head import IGNORED, CausalHead, replace_forward, without_adapters
 
 Loss = Callable[..., Tensor]
 """A function (head, hidden_BLH, labels_BL, *, ...) -> loss; its keyword arguments are columns of the batch."""
@@ -131,12 +130,12 @@ def train_without_logits(model: Any, loss: Loss = next_token_loss) -> Any:
             f"train_without_logits() of this {type(causal).__name__}", "its own loss is not that of the next token"
         )
     head = CausalHead(causal)
-    original = causal.forward
     taken = _keywords(loss)
 
-    @functools.wraps(type(causal).forward)  # Trainer and generate() read its arguments
-    def forward(*args: Any, labels: Tensor | None = None, **options: Any) -> Any:
-        if labels is None or not causal.training:
+    def forward(
+        model: Any, original: Callable[..., Any], *args: Any, labels: Tensor | None = None, **options: Any
+    ) -> Any:
+        if labels is None or not model.training:
             return original(*args, **options) if labels is None else original(*args, labels=labels, **options)
         if options.get("shift_labels") is not None:
             raise UnsupportedError(
@@ -145,10 +144,10 @@ def train_without_logits(model: Any, loss: Loss = next_token_loss) -> Any:
             )
         for_loss = {name: options.pop(name) for name in taken if name in options}
         options.pop(_COUNT, None)
-        states = causal.base_model(*args, **{**options, "use_cache": False, "return_dict": True})
-        return CausalLMOutputWithPast(loss=loss(head, states.last_hidden_state, labels, **for_loss))
+        states = model.base_model(*args, **{**options, "use_cache": False, "return_dict": True})
+        return CausalLMOutputWithPast(loss=loss(head.of(model), states.last_hidden_state, labels, **for_loss))
 
-    causal.forward = forward
+    replace_forward(causal, forward)
     if _COUNT not in taken:
         causal.accepts_loss_kwargs = False  # so Trainer divides by the batches that it accumulates
     return model

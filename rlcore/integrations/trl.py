@@ -27,7 +27,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 import rlcore
 from rlcore.arguments import FLAG, takes
 from rlcore.errors import InvalidInputError, UnsupportedError
-from rlcore.integrations.causal_head import IGNORED, CausalHead, without_adapters
+from rlcore.integrations.causal_head import IGNORED, CausalHead, replace_forward, without_adapters
 from rlcore.integrations.trl_server import ServedSync, takes_weights_of_rlcore, weights_by_rlcore
 from rlcore.integrations.trl_vllm import PlannedSync
 from rlcore.ops import Logprobs
@@ -139,7 +139,7 @@ def _without_optimizer(trainer: GRPOTrainer | RLOOTrainer) -> Callable[..., Any]
 
 
 def _use(
-    head: Callable[..., Logprobs],
+    head: CausalHead,
     model: Any,
     *,
     with_entropy: bool = True,
@@ -147,17 +147,17 @@ def _use(
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> None:
     """Let ``head`` answer the calls for which TRL has put a head into the model's forward, within ``context``."""
-    scored = functools.partial(head, with_entropy=with_entropy, row_stats=row_stats)
-    original = model.forward
 
-    @functools.wraps(type(model).forward)  # generate() checks its arguments by the signature
-    def forward(*args: Any, fused_lm_head: bool = False, **options: Any) -> Any:
+    def forward(
+        model: Any, original: Callable[..., Any], *args: Any, fused_lm_head: bool = False, **options: Any
+    ) -> Any:
         if not fused_lm_head:
             return original(*args, **options)
         with context():
+            scored = functools.partial(head.of(model), with_entropy=with_entropy, row_stats=row_stats)
             return _scored(scored, model, *args, **options)
 
-    model.forward = forward
+    replace_forward(model, forward)
 
 
 def _scored(

@@ -130,6 +130,20 @@ def test_rewards_are_not_normed_in_groups_of_one_or_in_parts_of_groups(size: int
         actor.compute_advantages({"rewards": ones[:, 0], "loss_mask": ones, "logprobs": ones})
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(6, [2, 2, 1, 1]), (5, [2, 1, 1, 1]), (3, [1, 1, 1])])
+def test_an_update_takes_as_many_steps_as_there_are_rows_for(
+    rows: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(
+        areal.FSDPPPOActor, "train_batch", lambda self, batch, loss_fn: steps.append(len(batch["input_ids"])) or {}
+    )
+    names = ("input_ids", "attention_mask", "loss_mask", "logprobs", "prox_logp", "advantages")
+    actor = areal.FSDPPPOActor(areal.PPOActorConfig(ppo_n_minibatches=4))
+    actor.ppo_update(dict.fromkeys(names, torch.ones(rows, 2)))
+    assert steps == expected
+
+
 class Answers(areal.RolloutWorkflow):
     async def arun_episode(self, engine: areal.EpisodeEngine, data: Any) -> Any:
         if data is None:

@@ -248,6 +248,7 @@ def test_what_is_not_supported_says_why(path: Path, strategy: lightrft.StrategyB
         (lambda: strategy.backward(torch.ones(()), torch.nn.Linear(1, 1), None), "this Linear is not prepared"),  # type: ignore[arg-type]
         (lambda: strategy.load_ckpt(None, "x", load_module_only=True), r"load_ckpt\(\) of a part"),
         (lambda: lightrft.PolicyLoss(use_dapo=True), "LightRFT ignores it"),
+        (lambda: lightrft.PolicyLoss(use_gspo=True), r"PolicyLoss\(use_gspo=True\)"),
         (lambda: sampling_params_of({"min_p": 0.5}), "the sampling parameter min_p=0.5"),
         (lambda: sampling_params_of({"beams": 2}), "'beams' is no sampling parameter here; accepted: ignore_eos, max_"),
         (lambda: sampling_params_of({"n": 2}), "n must be 1, got 2; repeat a prompt"),
@@ -303,6 +304,11 @@ def test_the_loss_is_lightrfts_formula(is_cpgd: bool) -> None:
     assert_within_rounding(found, torch.tensor(sum(rows) / 3, dtype=torch.float64), terms=60, magnitude=4.0)
     assert_same_bits(found, lightrft.PolicyLoss(0.2, use_cpg_loss=is_cpgd)(new, old, advantages, None, mask))
     assert lightrft.compute_approx_kl(new, new, mask, "k3").abs().max() == 0
+    assert lightrft.compute_approx_kl(new.bfloat16(), old.bfloat16()).dtype == torch.float32  # as LightRFT's
+    unknown, leaf = old.masked_fill(mask == 0, math.nan), new.clone().requires_grad_()
+    loss = lightrft.PolicyLoss(0.2, use_cpg_loss=is_cpgd)(leaf, unknown, unknown - old + advantages, mask)
+    assert_same_bits(loss, found)
+    assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
     assert lightrft.masked_mean(torch.tensor([1.0, 3.0, math.nan]), torch.tensor([1, 1, 0])) == 2
 
 

@@ -469,6 +469,37 @@ def test_a_datum_is_refused_before_the_gradients_of_others_are_added(
     assert (training.optim_step(STILL).result().metrics["grad_norm"] > 0) == (method != "forward")
 
 
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
+def test_a_placeholder_among_log_probs_is_no_nan_where_the_advantage_is_0(
+    loss: str, training: tinker.TrainingClient
+) -> None:
+    batch = data(logprobs=-3.0, advantages=0.0)
+    first = {name: torch.as_tensor(value.data).clone() for name, value in batch[0].loss_fn_inputs.items()}
+    first["logprobs"][0], first["advantages"][0] = -9999.0, 0.0
+    training.optim_step(STILL).result()
+    found = training.forward_backward([types.Datum(batch[0].model_input, first), batch[1]], loss).result()
+    assert math.isfinite(found.metrics["loss:sum"])
+    assert math.isfinite(training.optim_step(STILL).result().metrics["grad_norm"])
+
+
+def test_a_step_with_gradients_that_are_not_finite_is_not_taken(training: tinker.TrainingClient) -> None:
+    training.optim_step(STILL).result()
+    training.forward_backward(data(weights=1e38), "cross_entropy").result()
+    with pytest.raises(InvalidInputError, match=r"no step with gradients whose norm is (inf|nan): they are dropped"):
+        training.optim_step(types.AdamParams(learning_rate=1.0)).result()
+    assert training.optim_step(STILL).result().metrics["grad_norm"] == 0
+    assert math.isfinite(training.forward(data(weights=1.0), "cross_entropy").result().metrics["loss:sum"])
+
+
+def test_inputs_that_a_loss_does_not_read_are_refused(training: tinker.TrainingClient) -> None:
+    told = (
+        r"forward_backward\(\): datum 0 has loss_fn_inputs\['clip_low_threshold'\], which the loss does not read; "
+        "accepted: target_tokens, logprobs, advantages"
+    )
+    with pytest.raises(InvalidInputError, match=told):
+        training.forward_backward(data(logprobs=-3.0, advantages=0.0, clip_low_threshold=0.0), "ppo")
+
+
 def test_a_loss_without_finite_derivatives_adds_no_gradients(
     training: tinker.TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,24 @@ def test_a_model_that_trains_gives_a_loss_and_no_logits_and_else_is_as_before() 
         model(**batch, shift_labels=batch["labels"].roll(-1, 1))
     assert model(input_ids=batch["input_ids"]).logits is not None
     assert model.generate(batch["input_ids"][:1, :3], max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:
+    """As averages of weights and models of reference are made."""
+    model = train_without_logits(model_of()).train()
+    batch = {name: torch.stack([row[name] for row in rows(2)]) for name in ("input_ids", "labels")}
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(3)
+    plain = model_of()
+    plain.load_state_dict(copied.state_dict())
+    expected = train_without_logits(plain).train()(**batch).loss
+    found = copied(**batch).loss
+    assert_same_bits(found, expected, "the same operations")
+    found.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 def test_models_with_another_loss_are_refused_and_keep_their_forward() -> None:

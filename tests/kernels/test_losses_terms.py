@@ -541,6 +541,43 @@ def test_on_policy_needs_no_old_log_probabilities_and_serves_weights_of_samplers
     assert_equal_in_float64(weighted_value.detach(), -ratio * without["advantages"], terms=16)
 
 
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 1000), (torch.float16, 5000)], ids=str)
+def test_sums_over_a_sequence_do_not_stop_growing_in_16_bits(dtype: torch.dtype, length: int) -> None:
+    """Quarters are exact, and so is each sum of so many in float32."""
+    per_token = {"cu_seqlens": torch.tensor([0, length]), "token_mask": torch.ones(length).bool()}
+    values = torch.tensor([-0.25, 0.0], dtype=dtype).repeat(length // 2)
+    assert torch.equal(sequence_mean(values, per_token), torch.full((length,), -0.125))
+    kept = sequence_mask(reinforce(), low=0.8, high=1.2)
+    inputs = {"advantages": torch.ones(length), "old_logprobs": values, "rollout_logprobs": values * 2}
+    value, stats = kept(values - 1, None, per_token | inputs)  # a ratio of e^(1/8)
+    assert value.count_nonzero() == length and not stats["sequence_mask_cut_mean"].any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_sampler_that_knows_no_log_prob_gives_no_gradient_of_nan(level: Any) -> None:
+    logprob = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    per_token = {
+        "cu_seqlens": torch.tensor([0, 2, 3]),
+        "token_mask": torch.ones(3).bool(),
+        "advantages": torch.ones(3),
+        "old_logprobs": logprob.detach(),
+        "rollout_logprobs": torch.tensor([-1.0, math.nan, -2.0]),
+    }
+    value, _ = tis(reinforce(), level=level)(logprob, None, per_token)
+    value.sum().backward()
+    assert logprob.grad is not None and logprob.grad.tolist() == [0.0 if level == "sequence" else -1.0, 0.0, -1.0]
+
+
+def test_advantages_may_be_whole_numbers() -> None:
+    logprob, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5])
+    term = sapo(temperature_positive=1.5, temperature_negative=0.5)
+    whole, real = (
+        term(logprob, None, {"old_logprobs": old, "advantages": torch.tensor([1, -1], dtype=dtype)})[0]
+        for dtype in (torch.int64, torch.float32)
+    )
+    assert torch.equal(whole, real)
+
+
 def test_sequence_mean_is_differentiable_and_zero_where_nothing_counts() -> None:
     per_token = {"cu_seqlens": torch.tensor([0, 3, 3, 5]), "token_mask": torch.tensor([1, 0, 1, 0, 0]) != 0}
     x = torch.tensor([1.0, math.nan, 5.0, math.inf, 7.0], dtype=torch.float64, requires_grad=True)

@@ -261,6 +261,13 @@ def test_whitened_values_have_mean_zero_and_unbiased_variance_one() -> None:
     assert moved[~mask].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("value", [0.1, 20.1, 12345.7])
+def test_whitening_many_equal_values_gives_nothing(value: float) -> None:
+    """A sum rounds by 1,000 roundings of a value at most. What is left of the mean is a rounding of that."""
+    found = masked_whiten(torch.full((1000,), value), torch.ones(1000))
+    assert_within_rounding(found, torch.zeros(1000), terms=1, magnitude=value * 1000 * 2**-23 / 1e-4)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_whitening_none_one_or_equal_values_gives_zeros(count: int) -> None:
     mask = torch.arange(4) < count

@@ -124,7 +124,8 @@ class FSDPPPOActor:
         if own.use_decoupled_loss:
             cap = float("inf") if own.behav_imp_weight_cap is None else own.behav_imp_weight_cap
             loss_fn = decoupled_ppo(**clip, weight_high=cap)
-        rows = torch.arange(len(entries["input_ids"])).chunk(own.ppo_n_minibatches)
+        parts = torch.arange(len(entries["input_ids"])).tensor_split(own.ppo_n_minibatches)
+        rows = [part for part in parts if len(part)]
         return [self.train_batch({name: value[one] for name, value in entries.items()}, loss_fn) for one in rows]
 
     def train_batch(self, input_: Mapping[str, Tensor], loss_fn: LossFn) -> dict[str, float]:

@@ -23,9 +23,17 @@ class PolicyLoss(nn.Module):
         clip_eps: float = 0.2,
         use_dapo: bool = False,
         use_cpg_loss: bool = False,
+        *,
         high_entropy_token_ratio: float = 0.0,
+        use_gspo: bool = False,
+        use_gmpo: bool = False,
     ) -> None:
         super().__init__()
+        if use_gspo or use_gmpo:
+            raise UnsupportedError(
+                f"PolicyLoss({'use_gspo' if use_gspo else 'use_gmpo'}=True)",
+                "it has PPO's and CPGD's loss; rlcore.ops.gspo and rlcore.ops.gmpo are terms of linear_loss",
+            )
         if use_dapo:
             raise UnsupportedError(
                 "PolicyLoss(use_dapo=True)", "LightRFT ignores it; examples/algorithms/dapo.py has the whole algorithm"
@@ -43,15 +51,20 @@ class PolicyLoss(nn.Module):
         entropy_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the loss over the tokens of ``entropy_mask``, or else of ``action_mask``; all are [N, A]."""
+        mask = action_mask if entropy_mask is None else entropy_mask
+        if mask is not None:  # what stands at other tokens, NaN too, has no part in the gradient
+            inputs = (log_probs, old_log_probs, advantages)
+            log_probs, old_log_probs, advantages = (x.masked_fill(~mask.bool(), 0) for x in inputs)
         value_NA, _ = self._term(log_probs, None, {"old_logprobs": old_log_probs, "advantages": advantages})
-        return masked_mean(value_NA, action_mask if entropy_mask is None else entropy_mask, dim=-1).mean()
+        return masked_mean(value_NA, mask, dim=-1).mean()
 
 
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
 ) -> Tensor:
     """Return an estimate of the divergence from the base at each token, [N, A]."""
-    value_NA, _ = kl(kind=cast(KLKind, kl_estimator), coef=1.0)(log_probs, None, {"ref_logprobs": log_probs_base})
+    wide, base = log_probs.float(), log_probs_base.float()
+    value_NA, _ = kl(kind=cast(KLKind, kl_estimator), coef=1.0)(wide, None, {"ref_logprobs": base})
     return value_NA if action_mask is None else value_NA * action_mask
 
 

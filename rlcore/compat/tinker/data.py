@@ -38,6 +38,17 @@ def check_data(data: Sequence[types.Datum], reads: Sequence[str], *, caller: str
         _check_values(datum, reads, where, vocab_size)
 
 
+def refuse_unread(data: Sequence[types.Datum], reads: Sequence[str], *, caller: str) -> None:
+    """Refuse inputs of a datum that the loss does not read: without a word it would be another loss than was meant."""
+    accepted = ("target_tokens", *reads)
+    for number, datum in enumerate(data):
+        if unread := sorted(datum.loss_fn_inputs.keys() - accepted):
+            raise InvalidInputError(
+                f"{caller}: datum {number} has loss_fn_inputs[{unread[0]!r}], which the loss does not read; "
+                f"accepted: {', '.join(accepted)}"
+            )
+
+
 def _check_lengths(datum: types.Datum, reads: Sequence[str], where: str) -> None:
     length = datum.model_input.length
     if not length:

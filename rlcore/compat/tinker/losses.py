@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlcore.arguments import NUMBER, did_you_mean, plain_number
 from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.kernels.losses.ratio import bounded
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -23,23 +24,28 @@ def cross_entropy(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def importance_sampling(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    return -(logprob_T - inputs["logprobs"]).exp() * inputs["advantages"]
+    return -_ratio(logprob_T, inputs) * inputs["advantages"]
 
 
 def ppo(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    ratio_T = (logprob_T - inputs["logprobs"]).exp()
+    ratio_T = _ratio(logprob_T, inputs)
     clipped_T = _clipped(ratio_T, config)
     return -torch.minimum(ratio_T * inputs["advantages"], clipped_T * inputs["advantages"])
 
 
 def cispo(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    ratio_T = (logprob_T - inputs["logprobs"]).exp()
+    ratio_T = _ratio(logprob_T, inputs)
     return -_clipped(ratio_T, config).detach() * logprob_T * inputs["advantages"]
 
 
 def dro(logprob_T: Tensor, inputs: Inputs, config: Config) -> Tensor:
     distance_T = (logprob_T - inputs["logprobs"]).square()
     return -(logprob_T * inputs["advantages"] - 0.5 * config["beta"] * distance_T)
+
+
+def _ratio(logprob_T: Tensor, inputs: Inputs) -> Tensor:
+    """Return the ratio of the policies, bounded: beyond e^88 the gradient of a token without weight would be NaN."""
+    return bounded(logprob_T - inputs["logprobs"]).exp()
 
 
 def _clipped(ratio_T: Tensor, config: Config) -> Tensor:

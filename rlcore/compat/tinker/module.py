@@ -17,7 +17,7 @@ from torch import Tensor
 import rlcore
 from rlcore.compat.tinker.losses import LOSSES, READS
 from rlcore.compat.tinker.types import AdamParams
-from rlcore.errors import MissingDependencyError
+from rlcore.errors import InvalidInputError, MissingDependencyError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import linear_logprob
 from rlcore.quickstart.pretrained import model_class
@@ -52,15 +52,25 @@ class TinkerMethods(HuggingFaceTrainModule):
         return logprob_T.detach().cpu(), loss_T.detach().cpu()
 
     def step_adam(self, params: Mapping[str, float]) -> float:
-        """Take a step with the gradients so far; return their norm."""
+        """Take a step with the gradients so far; return their norm.
+
+        Raises:
+            InvalidInputError: the norm is not finite. The gradients are dropped, and the adapters are as before.
+        """
         group = self.optimizer.param_groups[0]
         group |= {name: params[name] for name in ("eps", "weight_decay")}
         group |= {"lr": params["learning_rate"], "betas": (params["beta1"], params["beta2"])}
         limit = params["grad_clip_norm"] or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(group["params"], limit)
-        self.optimizer.step()
+        norm = float(torch.nn.utils.clip_grad_norm_(group["params"], limit))
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        if not math.isfinite(norm):
+            raise InvalidInputError(
+                f"optim_step() takes no step with gradients whose norm is {norm}: they are dropped, and the adapters "
+                "are as before; look for extreme values in the data, or give grad_clip_norm and a smaller learning rate"
+            )
+        return norm
 
 
 def plain(params: AdamParams) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcore.arguments import MAPPING, PATH, TEXT, Kind, kind_of, optional, takes
 from rlcore.compat.tinker import types
-from rlcore.compat.tinker.data import check_data, micro_batches, packed, with_inputs
+from rlcore.compat.tinker.data import check_data, micro_batches, packed, refuse_unread, with_inputs
 from rlcore.compat.tinker.futures import APIFuture, ClientFuture, begins, ends
 from rlcore.compat.tinker.host import ModelHost, Snapshot
 from rlcore.compat.tinker.losses import READS, whole_config
@@ -164,6 +164,7 @@ class TrainingClient:
         whole = whole_config(loss, config or {})
         caller = "forward_backward()" if with_gradients else "forward()"
         check_data(data, READS[loss], caller=caller, vocab_size=self._host.vocab_size)
+        refuse_unread(data, READS[loss], caller=caller)
         return self._host.submit(lambda: self._accumulate(data, loss, whole, with_gradients=with_gradients))
 
     def _accumulate(
