@@ -8,13 +8,14 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.nn.attention import SDPBackend
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _python_dispatch, _pytree
 
 Backend = _distributed_c10d.Backend
@@ -94,6 +95,11 @@ def stored_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
         if module._buffers:
             found += persistent_buffers(module).values()
     return [tensor for tensor in found if tensor is not None]
+
+
+def schedulers_in(scheduler: LRScheduler) -> Sequence[LRScheduler]:
+    """Return those that a SequentialLR or ChainedScheduler steps; none of another scheduler. Since torch 2.10."""
+    return getattr(scheduler, "_schedulers", ())
 
 
 def own_modules(module: nn.Module) -> Mapping[str, nn.Module | None]:

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlcore._torch_private import schedulers_in
 from rlcore.compute_dtype import as_stored
 from rlcore.errors import (
     CheckpointError,
@@ -397,7 +399,8 @@ class HuggingFaceTrainModule(TrainModule):
     def export_config(self, folder: Path) -> None:
         config = copy.deepcopy(self.config)
         config.architectures = [self._transformers_class().__name__]  # not the name of the user's class
-        config.dtype = next(self.parameters()).dtype
+        # of the widest, as whoever reads the folder rounds all weights to it
+        config.dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in self.parameters()})
         config.save_pretrained(folder)
         if self.can_generate():  # type: ignore[operator]
             self.generation_config.save_pretrained(folder)  # type: ignore[operator,union-attr]
@@ -406,13 +409,28 @@ class HuggingFaceTrainModule(TrainModule):
 
 
 def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
-    """Return every attribute of the module that is an optimizer."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
+    """Return every attribute of the module that is an optimizer; one that has several names by the first."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
+    return found if len(found) < 2 else _by_first_name(found)
 
 
 def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
-    """Return every attribute of the module that is a learning-rate scheduler."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
+    """Return every attribute of the module that is a learning-rate scheduler, but for those that another one steps."""
+    found = {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
+    if len(found) < 2:
+        return found
+    parts = {id(part) for scheduler in found.values() for part in schedulers_in(scheduler)}
+    return {name: scheduler for name, scheduler in _by_first_name(found).items() if id(scheduler) not in parts}
+
+
+T = TypeVar("T")
+
+
+def _by_first_name(found: Mapping[str, T]) -> dict[str, T]:
+    by_id: dict[int, tuple[str, T]] = {}
+    for name, value in found.items():
+        by_id.setdefault(id(value), (name, value))
+    return dict(by_id.values())
 
 
 def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:

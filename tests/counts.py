@@ -7,6 +7,7 @@ those of all tensors that a launch is given or returns. A wait is a number that 
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -71,7 +72,8 @@ class Counts(TorchDispatchMode):
     def counting_calls(self) -> Iterator[None]:
         """Count the calls of functions in files of rlcore.
 
-        Comprehensions are none, as from Python 3.12 on, nor is what this class itself calls.
+        Comprehensions are none, as from Python 3.12 on, nor is what this class itself calls. No garbage is collected
+        meanwhile: the ends of objects of earlier tests may call functions, too.
         """
 
         def seen(frame: FrameType, event: str, argument: object) -> None:
@@ -80,11 +82,14 @@ class Counts(TorchDispatchMode):
                 self.calls[code.co_qualname] += 1
 
         before = sys.getprofile()
+        gc.collect()
+        gc.disable()
         sys.setprofile(seen)
         try:
             yield
         finally:
             sys.setprofile(before)
+            gc.enable()
 
     def totals(self) -> dict[str, int]:
         return {

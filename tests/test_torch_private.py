@@ -144,6 +144,17 @@ def tables_of_a_module_may_be_changed() -> None:
     assert [x.data_ptr() for x in stored] == [x.data_ptr() for x in norm.state_dict().values()]
 
 
+@contract("schedulers_in")
+def a_scheduler_tells_which_ones_it_steps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    first, second = (torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(2))
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [1])
+    assert [*base.schedulers_in(sequence)] == [
+        *base.schedulers_in(torch.optim.lr_scheduler.ChainedScheduler([first, second]))
+    ]
+    assert [*base.schedulers_in(sequence)] == [first, second] and not base.schedulers_in(first)
+
+
 @contract("schema_of")
 def a_schema_tells_what_is_changed() -> None:
     copy = base.schema_of(torch.ops.aten.copy_.default)

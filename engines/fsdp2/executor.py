@@ -23,7 +23,7 @@ from rlcore.engines.offload.guards import Guard
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import UnsupportedError
-from rlcore.nn import TrainModule, optimizers_of
+from rlcore.nn import TrainModule, optimizers_of, schedulers_of
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.source import WeightSource, open_weights
 
@@ -53,6 +53,7 @@ class Fsdp2Executor(ShardedExecutor):
         materialize(module, source, device, seed=seed)
         module.train()
         module.on_weights_materialized()
+        _check_schedulers(module)
         self.module, self.strategy = module, OneDevice(module, self.device)
         if context.world_size > 1:
             _check_optimizers(module)
@@ -103,8 +104,8 @@ class Fsdp2Executor(ShardedExecutor):
         return _ModuleState(self.module)
 
     def prepare_load(self) -> None:
-        self.offload_groups["weights"].forget()
-        self.offload_groups["optimizer"].forget()
+        for group in self.offload_groups.values():
+            group.forget()
 
 
 class _ModuleState:
@@ -121,6 +122,17 @@ class _ModuleState:
 
     def restore(self, state: TrainState) -> None:
         train_state.restore(state, self._module)
+
+
+def _check_schedulers(module: TrainModule) -> None:
+    """Refuse what ``train_batch`` cannot step: it would fail when the weights have changed already."""
+    for name, scheduler in schedulers_of(module).items():
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__}, a ReduceLROnPlateau,",
+                "train_batch() steps schedulers without a metric; keep it out of the module's attributes, and step it "
+                "by a method of the module",
+            )
 
 
 def _check_optimizers(module: TrainModule) -> None:

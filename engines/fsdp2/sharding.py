@@ -6,8 +6,9 @@ once, and run its hooks in Python around each: ``rlcore.compute_dtype`` casts th
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from rlcore.engines.executors.materialize import retype
 from rlcore.engines.fsdp2.block_compiler import BlockCompiler
 from rlcore.engines.fsdp2.gather_groups import complete_hooks, gather_groups
 from rlcore.engines.fsdp2.meshes import RankMeshes, rank_meshes, sequence_group
-from rlcore.errors import InvalidInputError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.float8_linear import use_float8
 from rlcore.nn import TrainModule
 from rlcore.packed.sequence_parallel import SequenceGroup
@@ -140,6 +141,7 @@ def shard(
         _compute_alone(module, options)
     if size == 1:
         return None
+    _check_head(module, blocks)
     torch.empty(0, device=device)  # the mesh would choose a device for a process that has used none
     join_world()
     tensor, sequences = options.tensor_parallel_size, options.sequence_parallel_size
@@ -162,6 +164,19 @@ def shard(
     module.hidden_states = _without_views(module.hidden_states)  # type: ignore[method-assign]
     register_fsdp_forward_method(module, "hidden_states")
     return group
+
+
+def _check_head(module: TrainModule, blocks: Mapping[str, nn.Module]) -> None:
+    """Refuse an output head in a block: the loss reads its weight outside, where FSDP does not average gradients."""
+    head: list[Tensor | None] = []
+    with contextlib.suppress(NotImplementedError, UnsupportedError, AttributeError):  # there is none, or none to train
+        head = [*module.output_head()[:2]]
+    for name, block in blocks.items():
+        if any(own is part for own in block.parameters() for part in head):
+            raise InvalidInputError(
+                f"the output head of {type(module).__name__} has a parameter of {name!r}, whose class "
+                f"{type(block).__name__} is in wrap_classes(); on several workers leave that class out"
+            )
 
 
 def _reshard_after_forward(options: Sharding) -> bool | None:

@@ -233,6 +233,12 @@ class GradientGroup(OffloadGroup):
                 parameter.grad += meanwhile
         self._away = []
 
+    def forget(self) -> None:
+        """Drop the gradients, of weights that are about to be replaced. What was away is onloaded all the same."""
+        for parameter, _ in self._held():
+            parameter.grad = None
+        self._away = []
+
     def meta(self) -> OffloadReport:
         """Drop the gradients, and give what they and activations have left in torch's cache to other processes."""
         held = self._held()

@@ -57,6 +57,23 @@ def test_shards_and_their_index_are_those_of_transformers(
     assert [path.name for path in (tmp_path / "ours").glob("model*")] == ["model.safetensors"], "the folder is replaced"
 
 
+def test_a_folder_with_frozen_weights_in_bfloat16_is_read_as_it_was_trained(qwen2_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+    class Policy(HuggingFaceTrainModule, Qwen2ForCausalLM):
+        pass
+
+    with rlcore.meta_device():
+        module = Policy.from_pretrained(qwen2_folder)
+        module.model.embed_tokens.weight.requires_grad_(False)  # the first of all parameters
+    with rlcore.TrainEngine(module).build(devices="cpu", dtype="float32", compute_dtype="bfloat16") as engine:
+        state = engine.state_dict()
+        engine.export(tmp_path / "ours")
+    assert {value.dtype for value in state.values()} == {torch.float32, torch.bfloat16}
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "ours").named_parameters():
+        assert torch.equal(parameter, state[name].float()), name
+
+
 def test_a_wrong_shard_size_is_refused(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="max_shard_bytes must be a whole number of at least 1, got 0"):
         engine.export(tmp_path / "model", max_shard_bytes=0)

@@ -1,0 +1,142 @@
+"""What a module has as attributes: optimizers and schedulers are each stepped once, and a head lies in no block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+import rlcore
+from rlcore.engines.fsdp2 import sharding
+from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.nn import OutputHead, TrainModule
+from rlcore.ops import reinforce
+from tests.accuracy import assert_same_bits
+
+VOCAB, HIDDEN = 7, 4
+
+
+class Bigram(TrainModule):
+    """Each token is predicted from the one before it."""
+
+    make_optimizers: Callable[[Any], None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def wrap_classes(self) -> set[str]:
+        return {"Linear"}
+
+    def materialization_source(self) -> Mapping[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        with torch.device("cpu"):
+            shapes = {"embed.weight": (VOCAB, HIDDEN), "head.weight": (VOCAB, HIDDEN), "head.bias": (VOCAB,)}
+            return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+    def hidden_states(self, batch: Mapping[str, Any]) -> Tensor:
+        found: Tensor = self.embed(batch["input_ids"])
+        return found
+
+    def output_head(self) -> OutputHead:
+        return OutputHead(self.head.weight, self.head.bias)
+
+    def on_weights_materialized(self) -> None:
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if make := getattr(type(self), "make_optimizers", None):
+            make(self)
+
+    def add_gradients(self) -> None:
+        self.head.weight.square().sum().backward()
+
+
+def built(make: Callable[[Any], None] | None = None) -> rlcore.TrainEngine:
+    with rlcore.meta_device():
+        module = type("Made", (Bigram,), {"make_optimizers": make} if make else {})()
+    return rlcore.TrainEngine(module).build(devices="cpu:0")
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.arange(6) % VOCAB
+    return {"input_ids": ids, "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32), "advantages": torch.ones(6)}
+
+
+def test_an_optimizer_with_two_names_steps_once() -> None:
+    def make(module: Any) -> None:
+        module.other = module.optimizer
+
+    with built() as one, built(make) as two:
+        for engine in (one, two):
+            found = engine.train_batch(batch(), reinforce())
+            assert [name for name in found if name.startswith("lr/")] == ["lr/optimizer"]
+        expected = one.state_dict()
+        for name, value in two.state_dict().items():
+            assert_same_bits(value, expected[name], "the same step")
+
+
+def test_a_scheduler_in_another_one_is_stepped_by_that_alone() -> None:
+    def make(module: Any) -> None:
+        module.first = LinearLR(module.optimizer, 0.1, 1.0, 3)
+        module.second = StepLR(module.optimizer, 2)
+        module.scheduler = SequentialLR(module.optimizer, [module.first, module.second], [3])
+        module.alias = module.scheduler
+
+    model = Bigram()
+    model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make(model)
+    with built(make) as engine:
+        for _ in range(6):
+            assert engine.train_batch(batch(), reinforce())["lr/optimizer"] == model.optimizer.param_groups[0]["lr"]
+            model.optimizer.step()
+            model.scheduler.step()
+
+
+def test_two_schedulers_that_do_not_know_each_other_are_both_stepped() -> None:
+    def make(module: Any) -> None:
+        module.first, module.second = StepLR(module.optimizer, 1, 0.5), ConstantLR(module.optimizer, 0.5, 1)
+
+    with built(make) as engine:
+        rates = [engine.train_batch(batch(), reinforce())["lr/optimizer"] for _ in range(2)]
+    assert rates == [0.05, 0.05]  # halved by one, and doubled back by the other
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_before_anything_is_trained() -> None:
+    def make(module: Any) -> None:
+        module.scheduler = ReduceLROnPlateau(module.optimizer)
+
+    with pytest.raises(UnsupportedError, match=r"scheduler of Made, a ReduceLROnPlateau, .* step it by a method"):
+        built(make)
+
+
+def test_a_checkpoint_is_continued_without_the_gradients_that_were_there(tmp_path: Path) -> None:
+    """Those of somebody's backward before it, on the device or in host memory."""
+    with built() as clean, built() as engine:
+        clean.train_batch(batch(), reinforce())
+        expected = clean.state_dict()
+        engine.save(tmp_path / "saved")
+        for is_away in (False, True):
+            engine.call("add_gradients")
+            if is_away:
+                engine.offload("grads")
+            engine.load(tmp_path / "saved")
+            if is_away:
+                engine.onload("grads")
+            engine.train_batch(batch(), reinforce())
+            for name, value in engine.state_dict().items():
+                assert_same_bits(value, expected[name], "the same step")
+
+
+def test_an_output_head_in_a_block_is_refused_where_blocks_are_sharded() -> None:
+    """Its gradient would be the sum over the workers, not the mean: the loss reads the weight outside the block."""
+    module = Bigram()
+    told = "the output head of Bigram has a parameter of 'head', whose class Linear is in wrap_classes()"
+    with pytest.raises(InvalidInputError) as caught:
+        sharding._check_head(module, sharding.blocks_of(module))
+    assert str(caught.value).startswith(told)
+    sharding._check_head(module, {"embed": module.embed})
