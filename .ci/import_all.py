@@ -30,6 +30,7 @@ NEEDS = {
     "rlcore.kernels.linear.tile_budget": "triton",
     "rlcore.packed.attention": "transformers",
     "rlcore.packed.choice": "transformers",
+    "rlcore.packed.flash_4": "transformers",
     "rlcore.packed.implementations": "transformers",
     "rlcore.packed.eligibility": "transformers",
 }
