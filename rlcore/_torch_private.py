@@ -87,7 +87,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in away}
 
 
-def stored_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
+def own_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters and persistent buffers of modules, without their submodules. Since torch 2.10."""
     found: list[Tensor | None] = []
     for module in modules:  # tens of thousands: a call for each would take longer than all of this

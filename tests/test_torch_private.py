@@ -128,7 +128,7 @@ def many_tensors_are_copied() -> None:
     assert [tensor.tolist() for tensor in to] == [[1.0, 1.0], [1.0, 1.0, 1.0]]
 
 
-@contract("own_parameters", "own_buffers", "own_modules", "persistent_buffers", "stored_tensors")
+@contract("own_parameters", "own_buffers", "own_modules", "persistent_buffers", "own_tensors")
 def tables_of_a_module_may_be_changed() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     norm = module[0]
@@ -140,7 +140,7 @@ def tables_of_a_module_may_be_changed() -> None:
     base.own_buffers(norm)["scratch"] = other = torch.ones(1)
     assert dict(module.named_buffers())["0.scratch"] is other
     assert set(base.persistent_buffers(norm)) == set(norm.state_dict()) - {"weight", "bias"}
-    stored = base.stored_tensors([module, norm])
+    stored = base.own_tensors([module, norm])
     assert [x.data_ptr() for x in stored] == [x.data_ptr() for x in norm.state_dict().values()]
 
 

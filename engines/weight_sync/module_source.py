@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlcore._torch_private import numbers_of_writes, own_modules, stored_tensors
+from rlcore._torch_private import numbers_of_writes, own_modules, own_tensors
 from rlcore.compute_dtype import stop_computing
 from rlcore.engines.weight_sync.planning.manifest import RankParameters, WeightManifest, describe
 from rlcore.nn import TrainModule
@@ -92,7 +92,7 @@ class ModuleSourceTensors:
             _reshard(self._module, modules)
         else:
             self._release()
-        present = stored_tensors(modules)
+        present = own_tensors(modules)
         layouts = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in present]
         is_known = layouts == self._layouts and all(map(is_, present, self._known))
         if self._parameters is None or not is_known:

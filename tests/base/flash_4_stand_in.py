@@ -14,7 +14,7 @@ class FlashAttention4:
 
     def __init__(self) -> None:
         self.deterministic: list[bool] = []
-        """What each backward was told."""
+        """Each backward adds what it was told."""
 
     def _flash_attn_fwd(
         self,

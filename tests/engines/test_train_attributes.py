@@ -115,7 +115,7 @@ def test_a_scheduler_that_needs_a_metric_is_refused_before_anything_is_trained()
 
 
 def test_a_checkpoint_is_continued_without_the_gradients_that_were_there(tmp_path: Path) -> None:
-    """Those of somebody's backward before it, on the device or in host memory."""
+    """They come from somebody's backward before it, and lie on the device or in host memory."""
     with built() as clean, built() as engine:
         clean.train_batch(batch(), reinforce())
         expected = clean.state_dict()

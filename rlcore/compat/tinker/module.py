@@ -62,14 +62,14 @@ class TinkerMethods(HuggingFaceTrainModule):
         group |= {"lr": params["learning_rate"], "betas": (params["beta1"], params["beta2"])}
         limit = params["grad_clip_norm"] or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(group["params"], limit))
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
         if not math.isfinite(norm):
+            self.optimizer.zero_grad()
             raise InvalidInputError(
                 f"optim_step() takes no step with gradients whose norm is {norm}: they are dropped, and the adapters "
                 "are as before; look for extreme values in the data, or give grad_clip_norm and a smaller learning rate"
             )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return norm
 
 
