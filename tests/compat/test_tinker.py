@@ -177,7 +177,7 @@ def test_futures_are_awaited_and_stop_tokens_end_an_answer(training: tinker.Trai
     async def ask() -> tuple[Any, Any]:
         client = await training.save_weights_and_get_sampling_client()
         prompt = types.ModelInput.empty().append_int(1).append(types.EncodedTextChunk([2, 10, 3, 4, 13]))
-        every = types.SamplingParams(max_tokens=6, seed=3, stop=[])
+        every = types.SamplingParams(max_tokens=6, seed=3, stop=torch.tensor([], dtype=torch.int64))  # type: ignore[arg-type]
         free = await client.sample(prompt, 3, every)
         (first, *_), _ = free.sequences[0].tokens, free
         stopped = asyncio.create_task(client.sample(prompt, 3, dataclasses.replace(every, stop=[first])).coroutine())
@@ -576,6 +576,7 @@ def test_what_is_wrong_or_not_there_is_named(
     nothing = types.ModelInput.empty()
     short = types.Datum(prompt, {"target_tokens": [1, 2], "weights": [1.0]})
     empty = types.Datum(nothing, {"target_tokens": [], "logprobs": [], "advantages": []})
+    fractions = types.Datum(prompt, {"target_tokens": torch.tensor([1.5]), "weights": [1.0]})
     far = types.Datum(types.ModelInput.from_ints([10**6]), {"target_tokens": [1], "weights": [1.0]})
     for call, kind, told in (
         (lambda: training.forward_backward(data(), "cross_entropie"), InvalidInputError, "mean 'cross_entropy'"),
@@ -591,6 +592,10 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: client.sample([1], 1, types.SamplingParams()), InvalidInputError, "a ModelInput with tokens as p"),
         (lambda: client.sample(prompt, 1, {"max_tokens": 1}), InvalidInputError, "takes SamplingParams as sampling_p"),
         (lambda: client.sample(prompt, 1, types.SamplingParams(stop=[None])), InvalidInputError, "token ids, each at"),
+        (lambda: client.sample(prompt, 1, types.SamplingParams(stop=7)), InvalidInputError, "stop must be a text, or"),
+        (lambda: types.TensorData([1, 2], "int64", [3]), InvalidInputError, r"of shape \[3\] cannot have 2 numbers"),
+        (lambda: types.TensorData([1], "int32"), InvalidInputError, "dtype must be one of int64, float32; got 'int32'"),
+        (lambda: training.forward_backward([fractions], "cross_entropy"), InvalidInputError, "0 has target_tokens of"),
         (lambda: client.compute_logprobs(nothing), InvalidInputError, "a ModelInput with tokens as prompt"),
         (lambda: training.forward_backward(short, "ppo"), InvalidInputError, "takes a list of Datum as data, got D"),
         (lambda: training.forward_backward([{}], "ppo"), InvalidInputError, "takes a list of Datum as data, got "),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from rlcore.arguments import WHOLE, optional
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError, UnsupportedError
 
@@ -54,8 +56,24 @@ def sampling_params_of(given: Any) -> SamplingParams:
 
 def prompts_of(given: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return prompts, each without what vLLM's ``truncate_prompt_tokens`` cuts off before its last tokens."""
-    most = 0 if isinstance(given, SamplingParams) else _given_fields(given).get(_TRUNCATION) or 0
-    return [list(one)[-max(most, 0) :] for one in prompts]  # -1 is the model's own limit
+    most = None if isinstance(given, SamplingParams) else _given_fields(given).get(_TRUNCATION)
+    if not optional(WHOLE).has(most):
+        raise InvalidInputError(f"{_TRUNCATION} must be a whole number, or None; got {most!r}")
+    return [one[-max(most or 0, 0) :] for one in token_lists(prompts)]  # -1 is the model's own limit
+
+
+def token_lists(prompts: Any) -> list[list[int]]:
+    """Return the token ids of each prompt: of lists, arrays or tensors.
+
+    Raises:
+        InvalidInputError: a prompt is something else, such as a text.
+    """
+    try:
+        return [[operator.index(token) for token in one] for one in prompts]
+    except TypeError as error:
+        raise InvalidInputError(
+            f"prompt_token_ids takes a list of token ids for each prompt, got {prompts!r:.200}"
+        ) from error
 
 
 def _given_fields(given: Any) -> Mapping[str, Any]:
@@ -84,6 +102,8 @@ def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for given_name, value in given.items():
         name = _NAMES.get(given_name, given_name)
+        if name in found:
+            raise InvalidInputError(f"sampling_params have {name!r} by two names; give one")
         if name in _KNOWN:
             found[name] = () if name == "stop_token_ids" and value is None else value
         elif name in _NEUTRAL:

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rlcore.errors import UnsupportedError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.losses.penalty import KLKind
 from rlcore.ops import cpgd, kl, ppo_clip
 
@@ -51,6 +51,11 @@ class PolicyLoss(nn.Module):
         entropy_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the loss over the tokens of ``entropy_mask``, or else of ``action_mask``; all are [N, A]."""
+        if advantages.dim() != log_probs.dim():  # one value a row would be broadcast to one a column
+            raise InvalidInputError(
+                f"advantages must be [N, A] or [N, 1] for log_probs {list(log_probs.shape)}; got "
+                f"{list(advantages.shape)}"
+            )
         mask = action_mask if entropy_mask is None else entropy_mask
         if mask is not None:  # what stands at other tokens, NaN too, has no part in the gradient
             inputs = (log_probs, old_log_probs, advantages)

@@ -146,7 +146,7 @@ class TrainingClient:
             self._host.train.load(path)
             if not with_optimizer:
                 self._host.train.reset_optimizer()
-            return types.LoadWeightsResponse(path)
+            return types.LoadWeightsResponse(str(path))
 
         return self._host.submit(load)
 
