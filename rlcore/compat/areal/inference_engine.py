@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import rlcore
-from rlcore.arguments import kind_of, takes
+from rlcore.arguments import COUNT, ITERABLE, WHOLE, Kind, kind_of, takes
 from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
 from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
 from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
@@ -45,6 +45,13 @@ class WeightUpdateMeta:
     @classmethod
     def from_fsdp_xccl(cls, *_: Any, **__: Any) -> WeightUpdateMeta:
         return cls("xccl")
+
+
+_WORKFLOW = Kind(
+    "a RolloutWorkflow (an instance, with arun_episode)",
+    lambda value: hasattr(value, "arun_episode") and not isinstance(value, type),
+)
+_META = kind_of("a WeightUpdateMeta", WeightUpdateMeta)
 
 
 class _AnyWorkflow(Workflow):
@@ -140,6 +147,7 @@ class RemoteInfEngine:
             raise StateError("the rollout engine is not initialized; call initialize(None, ft_spec)")
         return self._server.controller
 
+    @takes("set_version()", version=WHOLE)
     def set_version(self, version: int) -> None:
         """Tell the version of the weights. One that is far ahead makes a client for evaluation, as in AReaLite."""
         if version > self.controller.version + 10**6:
@@ -150,6 +158,7 @@ class RemoteInfEngine:
     def get_version(self) -> int:
         return self.controller.version if self._eval_version is None else self._eval_version
 
+    @takes("submit()", workflow=_WORKFLOW)
     def submit(self, data: Any, workflow: RolloutWorkflow) -> None:
         """Queue an episode."""
         if self._eval_version is not None:
@@ -157,6 +166,7 @@ class RemoteInfEngine:
         else:
             self.controller.submit((data, workflow))
 
+    @takes("wait()", count=COUNT)
     def wait(self, count: int, timeout: float | None = None) -> TensorBatch:
         """Return a batch of ``count`` episodes; those that failed are left out by a client for evaluation."""
         if self._eval_version is not None:
@@ -178,16 +188,19 @@ class RemoteInfEngine:
         del self._eval_items[:count]  # not earlier: after a timeout or an interruption they can be waited for again
         return episodes
 
+    @takes("rollout_batch()", data=ITERABLE, workflow=_WORKFLOW)
     def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> TensorBatch:
         """Run an episode for each item now, and return their batch."""
         return batch_of(self.controller.rollout_episodes([(item, workflow) for item in data]))
 
+    @takes("prepare_batch()", dataloader=ITERABLE, workflow=_WORKFLOW)
     def prepare_batch(self, dataloader: Iterable[Any], workflow: RolloutWorkflow) -> TensorBatch:
         """Return the next batch of the asynchronous training. As in AReaLite, the first call's arguments are kept."""
         if self._loader is None:
             self._loader = _Paired(dataloader, workflow)
         return batch_of(self.controller.prepare_episodes(self._loader))
 
+    @takes("update_weights()", meta=_META)
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Begin to wait for the weights that ``actor.upload_weights(meta)`` sends."""
         future: Future[None] = Future()
@@ -213,4 +226,9 @@ class _Paired:
 
     def __iter__(self) -> Iterator[list[tuple[Any, RolloutWorkflow]]]:
         for items in self._dataloader:
+            if not ITERABLE.has(items):
+                raise InvalidInputError(
+                    f"the dataloader of prepare_batch() must give lists of items, got {items!r:.200}; give it "
+                    "collate_fn=list"
+                )
             yield [(item, self._workflow) for item in items]
