@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ _NUMPY_NAMES = ("numpy", "numpy-gauss")
 _NUMPY = "numpy.random"
 _MERSENNE = "MT19937"
 _WORDS = 624
-"""Of a state of the Mersenne twister, behind which is the index of the next one."""
+"""The numbers in a state of the Mersenne twister, behind which is the index of the next one."""
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
@@ -47,9 +47,9 @@ def random_states(device: Device) -> dict[str, Tensor]:
     return {_name(rank_and_size()[0], name): value for name, value in states.items()}
 
 
-def _numpy_random() -> Any:
+def _numpy_random() -> ModuleType | None:
     """Return the module, None if it is not imported or draws from a generator that the user gave it."""
-    module: Any = sys.modules.get(_NUMPY)
+    module = sys.modules.get(_NUMPY)
     is_own = module is not None and module.get_bit_generator().state["bit_generator"] == _MERSENNE
     return module if is_own else None
 

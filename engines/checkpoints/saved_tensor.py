@@ -65,6 +65,10 @@ class SavedTensor:
         ends = [_end(offset, found) for offset, found in self._parts]
         return torch.Size(map(max, *ends) if len(ends) > 1 else ends[0])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.read(tuple(slice(0, 0) for _ in self.shape)).dtype
+
     def is_whole(self) -> bool:
         """Return True if the parts agree on what the tensor is, and cover every element exactly once."""
         if len(self._shapes) > 1 or len({found.get_dtype() for _, found in self._parts}) > 1:
