@@ -17,6 +17,9 @@ from rlcore.device import Device
 from rlcore.engines.checkpoints.train_state import base_names
 from rlcore.engines.weight_sync.planning.self_test import checksums
 
+_PIECE = 1 << 22
+"""The elements that are summed at once: a sum takes 8 bytes for each several times, while memory may be short."""
+
 
 class BaseWeights:
     """The frozen weights under the adapters of a module, as its source gave them.
@@ -45,6 +48,14 @@ class BaseWeights:
         common = set(same).intersection(*(msgspec.json.decode(one, type=list[str]) for one in everywhere))
         return [name for name in same if name in common]
 
-    def _sums_of(self, names: Iterable[str]) -> dict[str, int]:
-        parameters = {name: self._part(self._module.get_parameter(name)) for name in names}
-        return dict(zip(parameters, checksums(parameters.values()), strict=True))
+    def _sums_of(self, names: Iterable[str]) -> dict[str, list[int]]:
+        """Return sums of the bits of each weight, one for each piece."""
+        pieces = [
+            (name, piece)
+            for name in names
+            for piece in self._part(self._module.get_parameter(name)).detach().reshape(-1).split(_PIECE)
+        ]
+        sums: dict[str, list[int]] = {}
+        for (name, _), found in zip(pieces, checksums(piece for _, piece in pieces), strict=True):
+            sums.setdefault(name, []).append(found)
+        return sums
