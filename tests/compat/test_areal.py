@@ -122,6 +122,29 @@ def test_advantages_are_those_of_arealites_loops() -> None:
     assert_within_rounding(batch["advantages"], expected, terms=40, magnitude=torch.full_like(expected, 2.0))
 
 
+def test_advantages_are_normalised_as_by_arealite() -> None:
+    """Its ``masked_normalization``: biased variance, and 1e-5 beside its root; here both show."""
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]])
+    score = torch.tensor([3e-5, 1e-5])
+    logprobs = torch.where(mask.bool(), 0.0, torch.nan)
+    batch = {"rewards": score, "loss_mask": mask, "logprobs": logprobs}
+    areal.FSDPPPOActor(areal.PPOActorConfig()).compute_advantages(batch)
+    values = [float(score[0].double())] * 2 + [float(score[1].double())]
+    mean = sum(values) / 3
+    deviation = (sum(one * one for one in values) / 3 - mean**2) ** 0.5
+    expected = torch.zeros(2, 4, dtype=torch.float64)
+    expected[mask.bool()] = torch.tensor([(one - mean) / (deviation + 1e-5) for one in values], dtype=torch.float64)
+    # float32 sums of a token's rewards, then the difference of values up to five times as large
+    assert_within_rounding(batch["advantages"], expected, terms=8, magnitude=torch.full_like(expected, 5.0))
+
+
+def test_without_a_reference_its_log_probs_are_0_as_in_arealite() -> None:
+    mask, logprobs = torch.tensor([[0, 1, 1]]), torch.tensor([[-9.0, -2.0, -4.0]])
+    batch = {"rewards": torch.ones(1), "loss_mask": mask, "logprobs": logprobs}
+    areal.FSDPPPOActor(areal.PPOActorConfig(adv_norm=False, kl_ctl=0.5)).compute_advantages(batch)
+    assert batch["kl_rewards"].tolist() == [[0, 1, 2]] and batch["advantages"].tolist() == [[0, 4, 3]]
+
+
 @pytest.mark.parametrize(("size", "rows"), [(1, 4), (2, 3)])
 def test_rewards_are_not_normed_in_groups_of_one_or_in_parts_of_groups(size: int, rows: int) -> None:
     actor = areal.FSDPPPOActor(areal.PPOActorConfig(group_size=size, group_reward_norm=True))
@@ -229,6 +252,29 @@ def clients(path: Path) -> Iterator[list[areal.RemoteInfEngine]]:
     yield found
     for one in found:
         one.destroy()
+
+
+def test_a_client_with_another_configuration_cannot_share_an_engine(clients: list[areal.RemoteInfEngine]) -> None:
+    config = clients[0].config
+    for change in (
+        {"max_head_offpolicyness": 4},
+        {"options": {"devices": "cpu"}},
+        {"consumer_batch_size": 3},
+        {"request_timeout": 1.0},
+        {"max_concurrent_rollouts": 2},
+        {"executor": "vllm"},
+    ):
+        ((name, value),) = change.items()
+        client = areal.RemoteInfEngine(replace(config, **change))
+        message = rf"^this client of .* has {name}={re.escape(repr(value))}, and the client .*; give both the same, or"
+        with pytest.raises(InvalidInputError, match=message):
+            client.initialize(None)
+        client.destroy()
+        with pytest.raises(StateError, match="the rollout engine is not initialized"):
+            client.get_version()
+    config.consumer_batch_size = 5  # of a program, after initialize()
+    with pytest.raises(InvalidInputError, match="has consumer_batch_size=5, and"):
+        areal.RemoteInfEngine(config).initialize(None)
 
 
 def test_an_evaluation_that_failed_is_not_in_the_way_of_the_next(

@@ -14,14 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from rlcore.compat import lightrft
 from rlcore.compat.lightrft import strategy_base
 from rlcore.compat.lightrft.configuration import StrategyConfig
-from rlcore.compat.lightrft.generation import sampling_params_of
+from rlcore.compat.lightrft.generation import prompts_of, sampling_params_of
 from rlcore.compat.lightrft.schedule import CosineSchedule
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
 from rlcore.examples import lightrft_grpo
 from rlcore.quickstart.model import quickstart_model
@@ -282,6 +284,61 @@ def test_sampling_params_of_both_engines_are_understood() -> None:
     of_vllm = SimpleNamespace(n=1, temperature=0.5, max_tokens=7, min_tokens=1, stop_token_ids=None, detokenize=True)
     assert sampling_params_of(of_sglang) == sampling_params_of(of_vllm)
     assert sampling_params_of(of_vllm).max_tokens == 7 and sampling_params_of(of_vllm).temperature == 0.5
+
+
+class VllmParams(msgspec.Struct, dict=True):
+    """Some fields of vLLM 0.13's ``SamplingParams``, which is such a struct, too."""
+
+    n: int = 1
+    temperature: float = 1.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    bad_words: list[str] = msgspec.field(default_factory=list)
+    logprobs: int | None = None
+    output_kind: str = "cumulative"
+    truncate_prompt_tokens: int | None = None
+    _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
+
+
+class SglangParams:
+    def __init__(self, max_new_tokens: int) -> None:
+        self.max_new_tokens, self.stop_token_ids = max_new_tokens, {7}
+
+
+def test_what_an_object_of_sampling_params_asks_for_is_done_or_refused() -> None:
+    of_lightrft = VllmParams(max_tokens=7, min_tokens=1, truncate_prompt_tokens=2, logprobs=1)
+    of_lightrft._all_stop_token_ids.add(3)
+    assert sampling_params_of(of_lightrft) == SamplingParams(max_tokens=7)
+    assert prompts_of(of_lightrft, [[1, 2, 3], [4]]) == [[2, 3], [4]]
+    for whole in (VllmParams(), VllmParams(truncate_prompt_tokens=-1), {}, None, SamplingParams()):
+        assert prompts_of(whole, [[1, 2, 3]]) == [[1, 2, 3]]
+        assert sampling_params_of(whole) == SamplingParams()
+    assert sampling_params_of(SglangParams(9)) == SamplingParams(max_tokens=9, stop_token_ids=(7,))
+    assert sampling_params_of({"stop": [], "stop_token_ids": None}) == SamplingParams()
+    for given, told in (
+        (VllmParams(stop="x"), r"the sampling parameter stop='x' is not supported: only None is"),
+        (VllmParams(stop=["x"]), r"the sampling parameter stop=\['x'\]"),
+        ({"stop": "x"}, r"the sampling parameter stop='x'"),
+        (VllmParams(bad_words=["x"]), "^'bad_words' is no sampling parameter here; accepted: ignore_eos, max_tokens"),
+        (VllmParams(output_kind="delta"), "^'output_kind' is no"),
+        (SimpleNamespace(temprature=1.0), "^'temprature' is no"),
+        (3, "^sampling_params must be a dict or an object such as vLLM's, got 3"),
+        (SamplingParams(n=2), "n must be 1, got 2; repeat a prompt"),
+    ):
+        with pytest.raises((InvalidInputError, UnsupportedError), match=told):
+            sampling_params_of(given)
+
+
+def test_numbers_in_a_mask_are_weights_as_in_lightrft() -> None:
+    values = torch.tensor([[1.0, 3.0, math.nan], [2.0, 6.0, 4.0], [5.0, 5.0, 5.0]])
+    weights = torch.tensor([[1.0, 3.0, 0.0], [0.5, 1.5, 2.0], [0.0, 0.0, 0.0]])
+    assert lightrft.masked_mean(values, weights, dim=-1).tolist() == [2.5, 4.5, 0.0]
+    assert lightrft.masked_mean(values, weights) == 3.5
+    assert lightrft.masked_mean(values, weights > 0, dim=-1).tolist() == [2.0, 4.0, 0.0]
+    assert lightrft.masked_mean(values[1], None) == 4
+    kl = lightrft.compute_approx_kl(values, torch.zeros(3, 3), weights, "k2")  # its masks weigh the ratio's logarithm
+    assert kl.tolist() == [[0.5, 40.5, 0], [0.5, 40.5, 32], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("is_cpgd", [False, True])

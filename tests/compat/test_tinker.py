@@ -149,6 +149,30 @@ def test_snapshots_stay_what_they_were_while_the_trainer_goes_on(
     assert max(abs(a - b) for a, b in zip(again[1:], before[1][1:], strict=True)) < limit
 
 
+def test_a_state_is_loaded_with_its_optimizer_or_without(training: tinker.TrainingClient) -> None:
+    step, prompt = types.AdamParams(learning_rate=1e-2), types.ModelInput.from_ints(TOKENS[0][:6])
+
+    def after_a_step() -> list[float]:
+        training.forward_backward(data(weights=1.0), "cross_entropy")
+        training.optim_step(step)
+        return training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()[1:]
+
+    def moments() -> list[int]:
+        module: Any = training._host.train.executors[0].workers[0].worker.module
+        return [int(one["step"]) for one in module.optimizer.state.values()]
+
+    before = training.save_state("before").result().path
+    after_a_step()
+    state = training.save_state("moments").result().path
+    kept = max(moments())
+    went_on = after_a_step()
+    assert training.load_state_with_optimizer(state).result().path == state and max(moments()) == kept
+    assert after_a_step() == went_on
+    assert training.load_state(state).result().path == state and moments() == []
+    assert after_a_step() != went_on and set(moments()) == {1}
+    training.load_state_with_optimizer(before).result()
+
+
 def test_futures_are_awaited_and_stop_tokens_end_an_answer(training: tinker.TrainingClient) -> None:
     async def ask() -> tuple[Any, Any]:
         client = await training.save_weights_and_get_sampling_client()

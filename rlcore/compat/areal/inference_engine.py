@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import rlcore
@@ -13,7 +14,7 @@ from rlcore.arguments import kind_of, takes
 from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
 from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
 from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
-from rlcore.errors import RolloutError, RolloutTimeoutError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.rollout import Episode, RolloutClient, RolloutController, Trajectory, Workflow
 from rlcore.types import SyncReport
 
@@ -59,9 +60,22 @@ class _AnyWorkflow(Workflow):
 class _Server:
     """The engine that the clients of one model share."""
 
+    config: InferenceEngineConfig
+    """A copy of the first client's."""
     engine: rlcore.InferenceEngine
     controller: RolloutController
     num_clients: int = 0
+
+
+def _check_same(config: InferenceEngineConfig, first: InferenceEngineConfig) -> None:
+    for name in (one.name for one in fields(InferenceEngineConfig) if one.name != "model_path"):
+        own, other = getattr(config, name), getattr(first, name)
+        if own != other:
+            raise InvalidInputError(
+                f"this client of {first.model_path} has {name}={own!r}, and the client whose engine it would share "
+                f"{name}={other!r}; give both the same, or destroy() that one first. Of a client for evaluation "
+                "set_version(10**12) lifts the bounds"
+            )
 
 
 class RemoteInfEngine:
@@ -78,7 +92,11 @@ class RemoteInfEngine:
         self._server: _Server | None = None
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Build the inference engine of ``config.model_path``, or share that of an earlier client."""
+        """Build the inference engine of ``config.model_path``, or share that of an earlier client.
+
+        Raises:
+            InvalidInputError: the configuration is another one than that of the client that it would share with.
+        """
         if addr is not None:
             raise UnsupportedError(f"initialize(addr={addr!r})", "the engine is built here; there is no server")
         if self._server is not None:
@@ -96,9 +114,11 @@ class RemoteInfEngine:
                     episode_timeout_s=self.config.request_timeout,
                 )
                 undone.pop_all()
-            self._servers[key] = _Server(engine, controller)
-        self._server = self._servers[key]
-        self._server.num_clients += 1
+            self._servers[key] = _Server(copy.deepcopy(self.config), engine, controller)
+        server = self._servers[key]
+        _check_same(self.config, server.config)
+        self._server = server
+        server.num_clients += 1
 
     def destroy(self) -> None:
         """Leave the engine; the last client closes it."""
@@ -107,7 +127,7 @@ class RemoteInfEngine:
             return
         server.num_clients -= 1
         if not server.num_clients:
-            del self._servers[str(self.config.model_path)]
+            del self._servers[str(server.config.model_path)]
             try:
                 server.controller.close()
             finally:

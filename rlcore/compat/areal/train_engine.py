@@ -20,7 +20,7 @@ from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import HuggingFaceTrainModule
-from rlcore.ops import decoupled_ppo, discounted_return, masked_whiten, ppo_clip
+from rlcore.ops import decoupled_ppo, discounted_return, ppo_clip
 from rlcore.quickstart.pretrained import model_class
 from rlcore.rollout import RolloutController
 
@@ -101,15 +101,14 @@ class FSDPPPOActor:
             reward_N = ((groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
         mask_NL = batch["loss_mask"].bool()
         old_NL = batch["prox_logp"] if own.recompute_logprob and not own.use_decoupled_loss else batch["logprobs"]
-        kl_NL = torch.zeros_like(old_NL)
-        if "ref_logp" in batch:
-            kl_NL = -own.kl_ctl * (old_NL - batch["ref_logp"]) * mask_NL
+        # Without a reference, its log-probs are 0.
+        kl_NL = torch.where(mask_NL, -own.kl_ctl * (old_NL - batch.get("ref_logp", 0.0)), 0.0)
         total_NL = kl_NL.clone()
         last_N = mask_NL.shape[1] - 1 - mask_NL.flip(1).long().argmax(1)
         total_NL[torch.arange(len(last_N)), last_N] += reward_N
         # GAE without a critic: its values are 0.
         advantage_NL = discounted_return(total_NL, mask_NL, gamma=own.discount * own.gae_lambda)
-        batch["advantages"] = masked_whiten(advantage_NL, mask_NL) if own.adv_norm else advantage_NL
+        batch["advantages"] = _normalized(advantage_NL, mask_NL) if own.adv_norm else advantage_NL
         batch["kl_rewards"], batch["tot_rewards"] = kl_NL, total_NL
 
     def ppo_update(self, batch: Mapping[str, Tensor]) -> list[dict[str, float]]:
@@ -178,6 +177,17 @@ def _actor_class(path: Path, optimizer: OptimizerConfig) -> Any:
 
     members = {"on_weights_materialized": on_weights_materialized}
     return type("ArealActor", (HuggingFaceTrainModule, model_class(path)), members)
+
+
+def _normalized(value_NL: Tensor, mask_NL: Tensor) -> Tensor:
+    """Return ``(value - mean) / (sqrt(variance) + 1e-5)`` where the mask is, and 0 elsewhere; the variance is biased.
+
+    That is ``masked_normalization`` of AReaLite (areal/utils/functional.py at tag v0.3.0-lite), in its float64.
+    """
+    count = mask_NL.sum().clamp(min=1)
+    wide_NL = torch.where(mask_NL, value_NL.double(), 0.0)
+    centred_NL = torch.where(mask_NL, wide_NL - wide_NL.sum() / count, 0.0)
+    return (centred_NL / ((centred_NL.square().sum() / count).sqrt() + 1e-5)).float()
 
 
 def _expect(batch: Mapping[str, Tensor], *names: str) -> None:

@@ -22,7 +22,7 @@ from rlcore.collectives.default_group import all_gather_bytes
 from rlcore.compat.lightrft.actor import ActorLanguage
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.dataloader import ResumingSampler
-from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, sampling_params_of
+from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, prompts_of, sampling_params_of
 from rlcore.compat.lightrft.spmd_program import SpmdProgram
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.errors import CheckpointError, StateError, UnsupportedError
@@ -306,7 +306,8 @@ class StrategyBase(SpmdProgram):
         if multi_modal_inputs is not None or prompt_token_ids is None:
             raise UnsupportedError("generation from images or videos", "token ids are: prompt_token_ids")
         params = sampling_params_of(sampling_params)
-        outputs = self.inference_engine.generate([list(one) for one in prompt_token_ids], params, progress=False)
+        prompts = prompts_of(sampling_params, prompt_token_ids)
+        outputs = self.inference_engine.generate(prompts, params, progress=False)
         return [
             GeneratedSequence(list(one.prompt_token_ids), one.outputs[0].token_ids, one.outputs[0].logprobs)
             for one in outputs
