@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -53,7 +54,7 @@ class BaseWeights:
         pieces = [
             (name, piece)
             for name in names
-            for piece in self._part(self._module.get_parameter(name)).detach().reshape(-1).split(_PIECE)
+            for piece in torch.split(self._part(self._module.get_parameter(name)).detach().reshape(-1), _PIECE)
         ]
         sums: dict[str, list[int]] = {}
         for (name, _), found in zip(pieces, checksums(piece for _, piece in pieces), strict=True):
