@@ -67,7 +67,9 @@ class SavedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.read(tuple(slice(0, 0) for _ in self.shape)).dtype
+        _, found = self._parts[0]
+        dtype: torch.dtype = found[:0].dtype if found.get_shape() else found[...].dtype
+        return dtype
 
     def is_whole(self) -> bool:
         """Return True if the parts agree on what the tensor is, and cover every element exactly once."""
@@ -90,7 +92,7 @@ class SavedTensor:
             is_here = all(start < stop for start, stop in common)
             if result is None:
                 sizes = [side.stop - side.start for side in wanted]
-                result = torch.empty(sizes, dtype=found[:0].dtype)
+                result = torch.empty(sizes, dtype=self.dtype)
             if is_here:
                 here = tuple(slice(a - side.start, b - side.start) for (a, b), side in zip(common, wanted, strict=True))
                 there = tuple(slice(a - start, b - start) for (a, b), start in zip(common, offset, strict=True))

@@ -196,8 +196,8 @@ def _warnings_of_rounding(saved: Mapping[str, SavedTensor], own: Mapping[str, Te
         if _loses_digits(given, held):
             yield (
                 f"{count} of the checkpoint's {len(own)} weights are {dtype_name(given)} and were rounded to "
-                f"{dtype_name(held)}, the dtype that they have in this engine; an engine that is built with "
-                f"dtype={dtype_name(given)!r} keeps them"
+                f"{dtype_name(held)}, the dtype that they have in this engine; to keep their digits build it with "
+                f"dtype={dtype_name(given)!r}, and where they are frozen with compute_dtype={dtype_name(given)!r}"
             )
 
 

@@ -215,7 +215,8 @@ def test_states_of_other_parameters_are_refused_and_nothing_changes(tmp_path: Pa
             "float32",
             "bfloat16",
             "3 of the checkpoint's 3 weights are float32 and were rounded to bfloat16, the dtype that they have in "
-            "this engine; an engine that is built with dtype='float32' keeps them",
+            "this engine; to keep their digits build it with dtype='float32', and where they are frozen with "
+            "compute_dtype='float32'",
         ),
         ("bfloat16", "float32", ""),
         ("bfloat16", "bfloat16", ""),
