@@ -176,6 +176,8 @@ class FSDPPPOActor:
 
 def _actor_class(path: Path, optimizer: OptimizerConfig | None) -> Any:
     def on_weights_materialized(self: Any) -> None:
+        if optimizer is None:
+            return
         self.optimizer = torch.optim.AdamW(
             self.parameters(),
             lr=optimizer.lr,
@@ -184,7 +186,7 @@ def _actor_class(path: Path, optimizer: OptimizerConfig | None) -> Any:
             eps=optimizer.eps,
         )
 
-    members = {} if optimizer is None else {"on_weights_materialized": on_weights_materialized}
+    members = {"on_weights_materialized": on_weights_materialized}
     return type("ArealActor", (HuggingFaceTrainModule, model_class(path)), members)
 
 

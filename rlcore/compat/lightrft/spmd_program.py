@@ -75,7 +75,8 @@ class SpmdProgram:
         """Return the tensors of all ranks, joined; a number counts as a tensor of one; of a dict each value."""
         if isinstance(data, Mapping):
             return {name: self.all_gather(value) for name, value in data.items()}
-        own = torch.atleast_1d(data) if isinstance(data, Tensor) else torch.tensor([float(data)])
+        own = data if isinstance(data, Tensor) else torch.tensor(float(data))
+        own = own if own.dim() else own[None]
         if self.world_size == 1:
             return own.clone()
         sent = own.to(self.device.torch_device).contiguous()
