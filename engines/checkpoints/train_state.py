@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,7 @@ class _ParameterGroup(msgspec.Struct):
 def _check_optimizer_tensors(saved: Mapping[str, SavedTensor], optimizers: Mapping[str, StatefulOptimizer]) -> None:
     counts = {name: sum(len(group["params"]) for group in held.param_groups) for name, held in optimizers.items()}
     for path in saved:
-        match path.split("/"):
+        match path.rsplit("/", 2):  # a name may have more
             case [name, index, _] if name in counts and index.isdecimal() and int(index) < counts[name]:
                 continue
         raise DamageError(
@@ -184,7 +185,7 @@ def restore(state: TrainState, module: nn.Module) -> None:
     for name, optimizer in optimizers_of(module).items():  # first: a class of the user's may refuse what it is given
         optimizer.load_state_dict(_join_optimizer(name, optimizer, state))
     for name, scheduler in schedulers_of(module).items():
-        scheduler.load_state_dict(state.plain.schedulers[name])
+        scheduler.load_state_dict(like_own(scheduler.state_dict(), state.plain.schedulers[name]))
     for name, value in named_values(module):
         local_part(value).copy_(state.tensors["weights"][name].read(own_box(value)))
     state.set_random_states()
@@ -225,10 +226,11 @@ def _join_optimizer(name: str, optimizer: Optimizer, checked: TrainState) -> dic
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Any]] = {index: dict(values) for index, values in saved.values.items()}
     for path, tensor in checked.tensors["optimizer"].items():
-        owner, index, key = path.split("/")
+        owner, index, key = path.rsplit("/", 2)
         if owner == name:
             state.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], tensor)
-    return {"state": state, "param_groups": hyper_parameters(saved)}
+    own = optimizer.state_dict()["param_groups"]
+    return {"state": state, "param_groups": like_own(own, hyper_parameters(saved))}
 
 
 def hyper_parameters(saved: OptimizerState) -> list[dict[str, Any]]:
@@ -242,9 +244,24 @@ def _laid_out_as(parameter: Tensor, saved: SavedTensor) -> Tensor:
     return like(parameter, saved.read(own_box(parameter)).to(local_part(parameter).device))
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
     """Return hyper-parameters with tensors among them, such as a tensor lr, as numbers."""
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, dict) and not isinstance(value, Counter):
+        return {key: _plain(item) for key, item in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in {list, tuple} else value
+
+
+def like_own(own: Any, plain: Any) -> Any:
+    """Return plain values with tensors where the module has them."""
+    if isinstance(own, Tensor):
+        return torch.full_like(own, plain)
+    if type(own) is type(plain) is dict:
+        return {key: like_own(own.get(key), item) for key, item in plain.items()}
+    if type(own) is type(plain) in {list, tuple} and len(own) == len(plain):
+        return type(own)(map(like_own, own, plain))
+    return plain
 
 
 def _tupled(key: str, value: Any) -> Any:
