@@ -1,7 +1,7 @@
 """A batch: ``dict[str, Tensor]``, made from inference outputs and brought to one packed form for training.
 
     padded   input_ids [N, L] with attention_mask [N, L]
-    packed   input_ids [T] with cu_seqlens [N+1]
+    packed   input_ids [T] with cu_seqlens [N+1]; an attention_mask beside it is 1 everywhere
 
 ``routed_experts``, of a mixture of experts, has [N, L, layers, experts a token] or [T, layers, experts a token]. Every
 other tensor is per token ([N, L] or [T]), per sequence ([N]) or a scalar. Position t of log-probs, masks and advantages
@@ -81,7 +81,7 @@ def collate(outputs: Sequence[RequestOutput], **per_sequence: Any) -> dict[str, 
 
 
 def _one_each(name: str, value: object, is_trained_N: Tensor) -> Tensor:
-    flat = _on_host(name, value).flatten()
+    flat = on_host(name, value).flatten()
     if len(flat) != len(is_trained_N):
         raise InvalidInputError(f"collate() got {len(flat)} {name} for {len(is_trained_N)} completions; give one each")
     if flat.is_floating_point() and (bad_N := ~flat.isfinite() & is_trained_N).any():
@@ -112,9 +112,10 @@ def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``batch`` on the host, packed, with every other entry expanded to one value a token [T].
 
     Raises:
-        InvalidInputError: an entry is missing or has a shape that is none of the accepted ones.
+        InvalidInputError: an entry is missing or has a shape that is none of the accepted ones, or an
+            ``attention_mask`` beside ``cu_seqlens`` is not 1 everywhere.
     """
-    host = {name: _on_host(name, value) for name, value in batch.items()}
+    host = {name: on_host(name, value) for name, value in batch.items()}
     if "input_ids" not in host:
         raise InvalidInputError(f"a batch needs input_ids; it has {sorted(host)}")
     if host["input_ids"].ndim != (1 if "cu_seqlens" in host else 2):
@@ -128,10 +129,18 @@ def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     _check_layout(**keep)
     lengths_N = keep["cu_seqlens"].diff().long()
     keep = {"input_ids": keep["input_ids"].long(), "cu_seqlens": keep["cu_seqlens"].to(torch.int32)}
-    return keep | {name: _per_token(name, value, lengths_N) for name, value in host.items()}
+    packed = keep | {name: _per_token(name, value, lengths_N) for name, value in host.items()}
+    if "attention_mask" in packed:
+        _check_all_attended(packed.pop("attention_mask"))
+    return packed
 
 
-def _on_host(name: str, value: Any) -> Tensor:
+def on_host(name: str, value: Any) -> Tensor:
+    """Return an entry of a batch as a tensor on the host, without gradient.
+
+    Raises:
+        InvalidInputError: it is none, and holds no numbers.
+    """
     try:
         return torch.as_tensor(value).detach().cpu()
     except (RuntimeError, TypeError, ValueError) as error:
@@ -148,6 +157,17 @@ def _pack(host: dict[str, Tensor]) -> dict[str, Tensor]:
     if empty:
         raise InvalidInputError(f"attention_mask has no token of sequence {empty[0]}; leave it out of the batch")
     return packed
+
+
+def _check_all_attended(mask_T: Tensor) -> None:
+    """Refuse a mask of packed tokens that leaves one out: a token of a sequence is seen by those after it."""
+    if (others_T := mask_T != 1).any():
+        where = int(others_T.nonzero()[0])
+        raise InvalidInputError(
+            f"attention_mask is {mask_T[where].item()} for token {where} of a packed batch, all of whose tokens are of "
+            "its sequences; leave it out of input_ids and cu_seqlens, or, to score it without training on it, set "
+            "loss_mask to 0 there"
+        )
 
 
 def _check_layout(input_ids: Tensor, cu_seqlens: Tensor) -> None:
@@ -221,8 +241,8 @@ def loss_mask_of(packed: Mapping[str, Tensor]) -> Tensor:
 
 
 def padded(value_T: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return packed values in the shape of ``input_ids`` of the padded batch, 0 on padding."""
-    mask_NL = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
+    """Return packed values in the shape of ``input_ids`` of the padded batch on the host, 0 on padding."""
+    mask_NL = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     padded_NL: Tensor = torch.zeros(mask_NL.shape)
     padded_NL[mask_NL] = value_T
     return padded_NL

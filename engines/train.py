@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlcore.arguments import FLAG, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional, takes
-from rlcore.engines.batch import LAYOUT, Batch, check_values, loss_mask_of, padded, separated, to_packed
+from rlcore.engines.batch import LAYOUT, Batch, check_values, loss_mask_of, on_host, padded, separated, to_packed
 from rlcore.engines.checkpointing import CheckpointedEngine
 from rlcore.engines.executors.base import TrainExecutor
 from rlcore.engines.executors.train_options import BatchOptions, LossOptions, ScoreOptions, StepOptions
@@ -383,7 +383,8 @@ class TrainEngine(CheckpointedEngine):
         """
         self._require("weights", "forward_logprobs()")
         tensors, given = separated(batch)
-        packed = to_packed({name: tensors[name] for name in LAYOUT if name in tensors})
+        layout = {name: on_host(name, tensors[name]) for name in LAYOUT if name in tensors}
+        packed = to_packed(layout)
         options = ScoreOptions(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             temperature=temperature,
@@ -395,7 +396,7 @@ class TrainEngine(CheckpointedEngine):
         check_routes(self._module, packed)
         inputs = self._prepared(packed, given)
         logprob_T: Tensor = self._call_with_batch(TrainExecutor.score, packed | {SCORED: scored_T}, inputs, options)
-        return logprob_T if "cu_seqlens" in batch else padded(logprob_T, tensors)
+        return logprob_T if "cu_seqlens" in layout else padded(logprob_T, layout)
 
     def _call_with_batch(
         self,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,21 +21,37 @@ from rlcore.engines.checkpoints.saved_tensor import OF_EACH_RANK, SavedTensor
 
 _log = logging.getLogger(__name__)
 _NAMES = ("cpu", "device", "python", "gauss")
+_NUMPY_NAMES = ("numpy", "numpy-gauss")
+_NUMPY = "numpy.random"
+_MERSENNE = "MT19937"
+_WORDS = 624
+"""The numbers in a state of the Mersenne twister, behind which is the index of the next one."""
 
 
 def random_states(device: Device) -> dict[str, Tensor]:
-    """Return the states of this rank.
+    """Return the states of this rank, with that of ``numpy.random`` if the program has imported it.
 
-    Python's is 625 numbers, and the second of a pair of Gaussian ones if the first has been given.
+    Python's and numpy's are 625 numbers each, and the second of a pair of Gaussian ones if the first has been given.
     """
     _, internal, gauss = random.getstate()
-    states = (
-        torch.get_rng_state(),
-        device.rng_state(),
-        torch.tensor(internal),
-        torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    )
-    return {_name(rank_and_size()[0], name): value for name, value in zip(_NAMES, states, strict=True)}
+    states = {
+        "cpu": torch.get_rng_state(),
+        "device": device.rng_state(),
+        "python": torch.tensor(internal),
+        "gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if (numpy_random := _numpy_random()) is not None:
+        _, words, index, has_gauss, gauss = numpy_random.get_state()
+        states["numpy"] = torch.tensor([*words.tolist(), index])
+        states["numpy-gauss"] = torch.tensor([gauss] if has_gauss else [], dtype=torch.float64)
+    return {_name(rank_and_size()[0], name): value for name, value in states.items()}
+
+
+def _numpy_random() -> ModuleType | None:
+    """Return the module, None if it is not imported or draws from a generator that the user gave it."""
+    module = sys.modules.get(_NUMPY)
+    is_own = module is not None and module.get_bit_generator().state["bit_generator"] == _MERSENNE
+    return module if is_own else None
 
 
 def random_states_of(device: Device) -> str:
@@ -50,7 +70,8 @@ def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, dev
     """
     rank, size = rank_and_size()
     if saved_of == (now := random_states_of(device)):
-        return _setter_of_states({name: _read(saved, rank, name) for name in _NAMES}, rank, device)
+        numpy_names = _NUMPY_NAMES if _name(rank, "numpy") in saved else ()  # not in earlier checkpoints
+        return _setter_of_states({name: _read(saved, rank, name) for name in (*_NAMES, *numpy_names)}, rank, device)
     seed = int(_read(saved, 0, "python")[0]) * size + rank
 
     def start_anew() -> None:
@@ -59,6 +80,8 @@ def setter_of_random_states(saved: Mapping[str, SavedTensor], saved_of: str, dev
         )
         torch.manual_seed(seed)
         random.seed(seed)
+        if (numpy_random := _numpy_random()) is not None:
+            numpy_random.seed(seed % 2**32)
 
     return start_anew
 
@@ -69,7 +92,8 @@ def _setter_of_states(states: Mapping[str, Tensor], rank: int, device: Device) -
     try:
         random.Random().setstate(python)
         torch.Generator().set_state(states["cpu"])
-    except (RuntimeError, TypeError, ValueError) as error:
+        set_numpy = _setter_of_numpy(states) if "numpy" in states else lambda: None
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise DamageError(_file(rank), f"it holds no state of a generator: {error}") from error
     own, given = device.rng_state(), states["device"]
     if (own.dtype, own.shape) != (given.dtype, given.shape):
@@ -83,8 +107,24 @@ def _setter_of_states(states: Mapping[str, Tensor], rank: int, device: Device) -
         torch.set_rng_state(states["cpu"])
         device.set_rng_state(given)
         random.setstate(python)
+        set_numpy()
 
     return set_states
+
+
+def _setter_of_numpy(states: Mapping[str, Tensor]) -> Callable[[], None]:
+    """Return a function that puts the state of ``numpy.random`` back, if this program has numpy."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_NUMPY)
+    if (numpy_random := _numpy_random()) is None:
+        return lambda: None
+    *words, index = states["numpy"].tolist()
+    if len(words) != _WORDS or not 0 <= index <= _WORDS:  # numpy would read beyond its memory
+        raise ValueError(f"{len(words)} numbers and index {index}, of numpy's {_WORDS}")
+    gauss = states["numpy-gauss"].tolist()
+    state = (_MERSENNE, words, index, len(gauss), gauss[0] if gauss else 0.0)
+    numpy_random.RandomState().set_state(state)
+    return lambda: numpy_random.set_state(state)
 
 
 def _read(saved: Mapping[str, SavedTensor], rank: int, name: str) -> Tensor:

@@ -65,6 +65,12 @@ class SavedTensor:
         ends = [_end(offset, found) for offset, found in self._parts]
         return torch.Size(map(max, *ends) if len(ends) > 1 else ends[0])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        _, found = self._parts[0]
+        dtype: torch.dtype = found[:0].dtype if found.get_shape() else found[...].dtype
+        return dtype
+
     def is_whole(self) -> bool:
         """Return True if the parts agree on what the tensor is, and cover every element exactly once."""
         if len(self._shapes) > 1 or len({found.get_dtype() for _, found in self._parts}) > 1:
@@ -86,7 +92,7 @@ class SavedTensor:
             is_here = all(start < stop for start, stop in common)
             if result is None:
                 sizes = [side.stop - side.start for side in wanted]
-                result = torch.empty(sizes, dtype=found[:0].dtype)
+                result = torch.empty(sizes, dtype=self.dtype)
             if is_here:
                 here = tuple(slice(a - side.start, b - side.start) for (a, b), side in zip(common, wanted, strict=True))
                 there = tuple(slice(a - start, b - start) for (a, b), start in zip(common, offset, strict=True))

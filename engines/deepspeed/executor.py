@@ -16,6 +16,7 @@ from rlcore.engines.deepspeed.partitions import Partitions, chunks
 from rlcore.engines.deepspeed.train_state import ZeroTrainState
 from rlcore.engines.deepspeed.zero import Zero, check_kind
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S
+from rlcore.engines.executors.base_weights import BaseWeights
 from rlcore.engines.executors.materialize import materialize, retype
 from rlcore.engines.executors.sharded import ShardedExecutor
 from rlcore.engines.executors.train_options import StepOptions
@@ -27,6 +28,7 @@ from rlcore.engines.weight_sync.sender import Sender
 from rlcore.errors import StateError, UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import TrainModule, optimizers_of
+from rlcore.weights.shards import local_part
 from rlcore.weights.source import open_weights
 from rlcore.weights.view import Adapters, WeightView
 
@@ -57,7 +59,8 @@ class DeepSpeedExecutor(ShardedExecutor):
         retype(module, dtype, dtype)
         config = chosen.deepspeed_config(sum(one.numel() for one in module.parameters()))
         self._partitions = partitions = Partitions(library, config if chosen.stage == 3 else None, device)
-        materialize(module, source, device, seed=seed, placed=partitions.place)
+        found = materialize(module, source, device, seed=seed, placed=partitions.place)
+        self.base = BaseWeights(module, found, lambda parameter: local_part(partitions.flat(parameter)))
         module.train()
         module.on_weights_materialized()
         optimizer = checked_optimizer(module)

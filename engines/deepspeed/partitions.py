@@ -107,11 +107,11 @@ class Partitions:
         own = whole.reshape(-1)[start : start + held.ds_tensor.numel()]
         held.ds_tensor.data.narrow(0, 0, own.numel()).copy_(own)
 
-    def read_again(self, module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
+    def read_again(self, module: TrainModule, source: WeightSource, names: Iterable[str]) -> None:
         """Overwrite parameters by the values of the module's source, one after the other."""
         with self.shaped(module):
             reader = SourceReader(module, source)
-            for parameter in parameters:
+            for parameter in map(module.get_parameter, names):
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
                 reader.read(parameter, whole)
                 if is_partitioned(parameter):

@@ -9,24 +9,20 @@ rows that have its elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlcore.engines.checkpoints.optimizer_states import hyper_parameters, labels, like_own
 from rlcore.engines.checkpoints.saved_tensor import SavedTensor, TensorPart
-from rlcore.engines.checkpoints.train_state import (
-    Trained,
-    TrainState,
-    hyper_parameters,
-    like_own,
-    named_values,
-)
+from rlcore.engines.checkpoints.train_state import Trained, TrainState, named_values
 from rlcore.engines.deepspeed._deepspeed_private import elements, masters, publish_masters
 from rlcore.engines.deepspeed.partitions import Partitions, is_partitioned
 from rlcore.engines.deepspeed.zero import Zero
+from rlcore.engines.executors.materialize import lacking
 from rlcore.errors import CheckpointError
 from rlcore.nn import TrainModule, optimizers_of, schedulers_of
 from rlcore.weights.source import WeightSource
@@ -84,21 +80,22 @@ class ZeroTrainState:
             for parameter, *found in (elements(zero.zero_optimizer, zero.stage, zero.groups) if zero.optimizer else ())
         }
 
-    def trained(self, *, with_values: bool) -> Trained:
-        """Return the state; without values it can only be compared with a checkpoint. All ranks call it together."""
+    def trained(self, *, with_values: bool, left_out: Collection[str] = ()) -> Trained:
         module, zero = self._module, self._zero
         with self._partitions.shaped(module):
-            shapes = {name: (value, value.shape) for name, value in named_values(module)}
+            shapes = {name: (value, value.shape) for name, value in named_values(module) if name not in left_out}
+            labels_by_id = labels(module)
         weights = {name: self._weight(value, shape, with_values) for name, (value, shape) in shapes.items()}
         optimizers: dict[str, Any] = {
             name: ZeroOptimizer(zero, zero.groups, self._optimizer_state) for name in optimizers_of(module)
         }
-        return Trained(self._class_name, weights, optimizers, schedulers_of(module))
+        return Trained(self._class_name, weights, left_out, labels_by_id, optimizers, schedulers_of(module))
 
     def _weight(self, value: Tensor, shape: torch.Size, with_values: bool) -> Tensor | TensorPart:
-        if not with_values:
-            return torch.empty(shape, device="meta")
         found = self._elements.get(id(value))
+        if not with_values:
+            dtype = value.dtype if found is None else self._masters[found.flat].dtype
+            return torch.empty(shape, dtype=dtype, device="meta")
         if found is not None:
             return self._rows(found, self._masters[found.flat], shape)
         if not is_partitioned(value):
@@ -143,8 +140,12 @@ class ZeroTrainState:
 
     # --------------------------------------------------------------------------------------------------- back
 
-    def read_again(self, source: WeightSource, parameters: Sequence[nn.Parameter]) -> None:
-        self._partitions.read_again(self._module, source, parameters)
+    def lacking(self, source: WeightSource, names: Sequence[str]) -> list[str]:
+        with self._partitions.shaped(self._module):
+            return lacking(self._module, source, names)
+
+    def read_again(self, source: WeightSource, names: Sequence[str]) -> None:
+        self._partitions.read_again(self._module, source, names)
 
     @torch.no_grad()
     def restore(self, state: TrainState) -> None:
@@ -159,6 +160,8 @@ class ZeroTrainState:
                 flat.narrow(0, found.offset, found.stop - found.start).copy_(
                     read_elements(saved[name], found.start, found.stop)
                 )
+            elif name not in saved:  # it was read from the module's source
+                continue
             elif is_partitioned(value):
                 self._partitions.store(value, saved[name].read())
             else:

@@ -28,30 +28,36 @@ def materialize(
     *,
     seed: int,
     placed: Callable[[nn.Parameter], None] = lambda parameter: None,
-) -> None:
+) -> list[nn.Parameter]:
     """Put real parameters in place of the meta ones, with the same sharding; tied parameters stay tied.
 
     Args:
         seed: for the random numbers of fresh parameters: the same on every rank, for any number of ranks.
         placed: is called with each new parameter, before the next one takes memory.
 
+    Returns:
+        The parameters whose values the source has; others are fresh.
+
     Raises:
         CheckpointError: a parameter is missing, unexpected, or of another shape; a buffer has no values.
     """
     reader = SourceReader(module, source)
     reader.check()
+    found: list[nn.Parameter] = []
     for old, names in names_by_parameter(module).items():
         local = torch.empty([side.stop - side.start for side in own_box(old)], device=device, dtype=old.dtype)
-        if not reader.read(old, local):
+        if not (is_found := reader.read(old, local)):
             local.copy_(_fresh(module, names[0], seed)[own_box(old)])
         new = nn.Parameter(like(old, local), requires_grad=old.requires_grad)
         for name in names:
             owner, leaf = owner_of(module, name)
             own_parameters(owner)[leaf] = new
         placed(new)
+        found += [new] * is_found
     for name, buffer in module.named_buffers():
         owner, leaf = owner_of(module, name)
         own_buffers(owner)[leaf] = owned(reader.buffer(name, buffer).to(device))
+    return found
 
 
 def retype(module: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None:
@@ -65,11 +71,17 @@ def retype(module: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None
                 own_parameters(submodule)[name] = converted[old]
 
 
-def read_again(module: TrainModule, source: WeightSource, parameters: Iterable[nn.Parameter]) -> None:
-    """Overwrite parameters of a materialized module by the values of its source."""
+def read_again(module: TrainModule, source: WeightSource, names: Iterable[str]) -> None:
+    """Overwrite parameters of a materialized module by the values of its source, which has them."""
     reader = SourceReader(module, source)
-    for parameter in parameters:
+    for parameter in map(module.get_parameter, names):
         reader.read(parameter, local_part(parameter.detach()))
+
+
+def lacking(module: TrainModule, source: WeightSource, names: Iterable[str]) -> list[str]:
+    """Return the names of the parameters that the source does not have, or not all of."""
+    reader = SourceReader(module, source)
+    return [name for name in names if not reader.has(module.get_parameter(name))]
 
 
 class SourceReader:
@@ -89,17 +101,27 @@ class SourceReader:
             for part in weight.parts:
                 self._parts.setdefault(id(part.parameter), []).append((weight.name, part))
 
+    def has(self, parameter: Tensor) -> bool:
+        """Return True if the source has all of a parameter."""
+        parts = self._parts.get(id(parameter), [])
+        return self._stored_name(parameter) is not None or (
+            bool(parts) and all(name in self._source for name, _ in parts)
+        )
+
+    def _stored_name(self, parameter: Tensor) -> str | None:
+        return next((name for name in self._names[id(parameter)] if name in self._source), None)
+
     def read(self, parameter: Tensor, local: Tensor) -> bool:
         """Fill this rank's part of a parameter; False if the source does not have it, or not all of it."""
-        source, parts = self._source, self._parts.get(id(parameter), [])
+        if not self.has(parameter):
+            return False
+        source = self._source
         # copied to the device in the file's dtype: nothing is converted on the host
-        if name := next((name for name in self._names[id(parameter)] if name in source), None):
+        if name := self._stored_name(parameter):
             if local.numel():
                 local.copy_(source[name].read(own_box(parameter)).to(local.device))
             return True
-        if not parts or any(name not in source for name, _ in parts):
-            return False
-        for name, part in parts:
+        for name, part in self._parts[id(parameter)]:
             for box, piece in own_pieces(part.view, parameter, local):
                 piece.copy_(read_piece(source[name].read, part, box).to(local.device))
         return True

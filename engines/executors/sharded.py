@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ from rlcore.engines.checkpoints.loading import agreed, half_loaded
 from rlcore.engines.checkpoints.saving import Saver
 from rlcore.engines.checkpoints.train_state import Trained, TrainState
 from rlcore.engines.executors.base import TrainExecutor
+from rlcore.engines.executors.base_weights import BaseWeights
 from rlcore.engines.executors.pieces import fill
 from rlcore.engines.executors.state import check_state
 from rlcore.engines.executors.step import evaluate, score, train_step
@@ -32,15 +34,23 @@ from rlcore.weights.adapters import adapted_layers
 from rlcore.weights.source import WeightSource, open_weights
 from rlcore.weights.view import Adapters, WeightView, named_tensors, whole
 
+_log = logging.getLogger(__name__)
+
 
 class OwnState(Protocol):
     """The state of a module that checkpoints hold, as this rank has it."""
 
-    def trained(self, *, with_values: bool) -> Trained:
-        """Return the state; without values it can only be compared with a checkpoint. All ranks call it together."""
+    def trained(self, *, with_values: bool, left_out: Collection[str] = ()) -> Trained:
+        """Return the state without these weights. All ranks call it together.
 
-    def read_again(self, source: WeightSource, parameters: Sequence[nn.Parameter]) -> None:
-        """Overwrite parameters by their values in the source."""
+        Without values it can only be compared with a checkpoint.
+        """
+
+    def lacking(self, source: WeightSource, names: Sequence[str]) -> list[str]:
+        """Return the names of the parameters that the source does not have, or not all of."""
+
+    def read_again(self, source: WeightSource, names: Sequence[str]) -> None:
+        """Overwrite parameters by their values in the source, which has them."""
 
     def restore(self, state: TrainState) -> None:
         """Put a checked state back; tensors are filled in place."""
@@ -53,6 +63,8 @@ class ShardedExecutor(TrainExecutor):
     strategy: ShardingStrategy
     frozen_dtype: torch.dtype
     """The dtype in which weights that no checkpoint has are read again."""
+    base: BaseWeights | None = None
+    """The weights that checkpoints leave to the module's source; None saves all of them."""
     class_name: str
     """The class of the user's module, before anything has changed it."""
     sender: Sender
@@ -116,7 +128,9 @@ class ShardedExecutor(TrainExecutor):
 
     def save(self, folder: Path, extra: dict[str, object], blocking: bool, algorithm: str) -> tuple[str, float]:
         """See ``Saver.save``."""
-        captured = train_state.capture(self.own_state().trained(with_values=True), self.device)
+        own = self.own_state()
+        left_out = self.base.unchanged(self.device) if self.base is not None else ()
+        captured = train_state.capture(own.trained(with_values=True, left_out=left_out), self.device)
         captured = replace(captured, state=captured.state | {"extra": extra})
         return self._saver.save(folder, captured, blocking=blocking, algorithm=algorithm)
 
@@ -127,21 +141,28 @@ class ShardedExecutor(TrainExecutor):
         return self._saver.is_over()
 
     def load(self, folder: Path) -> dict[str, object]:
-        own, frozen = self.own_state(), train_state.unsaved(self.module)
+        own, base_names = self.own_state(), train_state.base_names(self.module)
 
         def look(saved: Checkpoint) -> tuple[TrainState, WeightSource | None]:
-            state = train_state.check(saved, own.trained(with_values=False), self.device)
-            return state, open_weights(self.module, self.frozen_dtype) if frozen else None
+            state = train_state.check(saved, own.trained(with_values=False), self.device, base_names)
+            if not state.left_out:
+                return state, None
+            source = open_weights(self.module, self.frozen_dtype)
+            if missing := own.lacking(source, state.left_out):
+                state = train_state.without_source(state, missing, self.class_name)
+            return state, source
 
-        state, base = agreed(folder, self.device, look)
+        state, source = agreed(folder, self.device, look)
         self.sender.revoke()
         self.prepare_load()
         try:
-            if base is not None:
-                own.read_again(base, frozen)
+            if source is not None:
+                own.read_again(source, state.left_out)
             own.restore(state)
         except Exception as error:
             raise half_loaded(folder, error) from error
+        for warning in state.warnings:
+            _log.warning(warning)
         return state.plain.extra
 
     def export(self, folder: Path, max_shard_bytes: int, algorithm: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import nn
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.train_state import Trained, TrainState
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S
+from rlcore.engines.executors.base_weights import BaseWeights
 from rlcore.engines.executors.deterministic import deterministic_algorithms, prepare_deterministic
-from rlcore.engines.executors.materialize import materialize, read_again
+from rlcore.engines.executors.materialize import lacking, materialize, read_again
 from rlcore.engines.executors.sharded import ShardedExecutor
 from rlcore.engines.executors.strategy import OneDevice
 from rlcore.engines.fsdp2.optimizers import check_schedulers, check_sharded
@@ -24,6 +25,7 @@ from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.rms_norm import use_device_norms
+from rlcore.weights.shards import local_part
 from rlcore.weights.source import WeightSource, open_weights
 
 
@@ -49,7 +51,8 @@ class Fsdp2Executor(ShardedExecutor):
         group = shard(module, sharding, device, join_world, context.world_size)
         if context.world_size > 1:
             context.close_listeners(COLLECTIVE_TIMEOUT_S)  # of the mesh's groups
-        materialize(module, source, device, seed=seed)
+        found = materialize(module, source, device, seed=seed)
+        self.base = BaseWeights(module, found, local_part)
         module.train()
         module.on_weights_materialized()
         check_schedulers(module)
@@ -113,11 +116,14 @@ class _ModuleState:
     def __init__(self, module: TrainModule) -> None:
         self._module = module
 
-    def trained(self, *, with_values: bool) -> Trained:
-        return train_state.trained(self._module)
+    def trained(self, *, with_values: bool, left_out: Collection[str] = ()) -> Trained:
+        return train_state.trained(self._module, left_out)
 
-    def read_again(self, source: WeightSource, parameters: Sequence[nn.Parameter]) -> None:
-        read_again(self._module, source, parameters)
+    def lacking(self, source: WeightSource, names: Sequence[str]) -> list[str]:
+        return lacking(self._module, source, names)
+
+    def read_again(self, source: WeightSource, names: Sequence[str]) -> None:
+        read_again(self._module, source, names)
 
     def restore(self, state: TrainState) -> None:
         train_state.restore(state, self._module)

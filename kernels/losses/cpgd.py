@@ -1,8 +1,8 @@
 """CPGD (Liu et al. 2025, arXiv 2505.12504): the policy gradient, stopped at a bound, with a pull back to the old
 policy. With d = logprob - old_logprob and r = e^d:
 
-    value = -A (old_logprob + clip(d)) + drift_coef min(r - 1, 2) logprob
-    clip(d) = min(d, ln(1 + clip_high)) if A > 0, else max(d, ln(1 - clip_low))
+    value = -A clip(logprob) + drift_coef min(r - 1, 2) logprob
+    clip(x) = min(x, old_logprob + ln(1 + clip_high)) if A > 0, else max(x, old_logprob + ln(1 - clip_low))
 
 No gradient flows through min(r - 1, 2), so that the drift's gradient is that of KL(old || new), bounded.
 """
@@ -42,9 +42,9 @@ def cpgd(*, clip_low: float = 0.2, clip_high: float = 0.28, drift_coef: float = 
     def cpgd_term(logprob: Tensor, entropy: Tensor | None, per_token: PerToken) -> TermOutput:
         advantage, old = needed(per_token, "advantages", "cpgd"), needed(per_token, "old_logprobs", "cpgd")
         log_ratio = logprob - old
-        clipped = log_ratio.clamp(max=highest).where(advantage > 0, log_ratio.clamp(min=lowest))
+        clipped = logprob.clamp(max=old + highest).where(advantage > 0, logprob.clamp(min=old + lowest))
         drift = bounded(log_ratio.detach()).expm1().clamp(max=_MOST_DRIFT)
-        value = -advantage * (old + clipped) + drift_coef * drift * logprob
+        value = -advantage * clipped + drift_coef * drift * logprob
         stopped = stopped_statistics(log_ratio < lowest, log_ratio > highest, advantage)
         return value, ratio_statistics(bounded(log_ratio)) | stopped
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlcore.arguments import NUMBER, TEXT, takes
 from rlcore.errors import InvalidInputError
 from rlcore.kernels.losses.interface import LossFn, PerToken, TermOutput, needed
-from rlcore.kernels.losses.ratio import log_ratio_to_old, ratio_statistics
+from rlcore.kernels.losses.ratio import bounded, log_ratio_to_old, ratio_statistics
 from rlcore.kernels.operands import check_positive
 
 _LEAST = 1e-8  # of 1 - p, as in verl: a token of probability 1 has no finite divergence
@@ -33,7 +33,7 @@ def _total_variation(logprob: Tensor, old: Tensor) -> Tensor:
 
 def _binary_kl(logprob: Tensor, old: Tensor) -> Tensor:
     rest, old_rest = (-logprob.expm1()).clamp(min=_LEAST), (-old.expm1()).clamp(min=_LEAST)
-    return old.exp() * (old - logprob) + old_rest * (old_rest.log() - rest.log())
+    return old.exp() * bounded(old - logprob) + old_rest * (old_rest.log() - rest.log())
 
 
 _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"tv": _total_variation, "kl": _binary_kl}

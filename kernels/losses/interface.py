@@ -8,7 +8,10 @@ caller passed (old log-probabilities, advantages, ...). ``value`` is the loss of
 like the loss, or by the operator's ``stats_weight``), ``_sum``, ``_min``, ``_max``; ``sequence_stats`` of the operator
 has means over sequences. The operator sets the entries of a masked token to 0 and leaves out what is computed from
 them; no term lets them reach another token. A ratio of probabilities is the exponential of ``log_ratio_to_old``
-(``ratio.py``), which bounds it: every term is finite.
+(``ratio.py``), which bounds it: value and gradient are finite for all finite entries, and where another policy's
+log-probability is -inf. That is infinite or NaN in a value which has it without an exponential: in ``kl`` of each kind
+but k3 and r*k3, and in ``cpgd``, whose gradient is finite. A NaN that a term reads of a token that counts is one in its
+value or a statistic. Engines refuse batches in which a token that counts has either.
 
 The entries that the terms of this folder read, all natural logarithms and without gradient:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 _SHOWN = 5  # of each kind: a wrong model differs in thousands
@@ -24,9 +24,10 @@ def mismatch(own: Mapping[str, Shaped], given: Mapping[str, Shaped]) -> str:
             if own[name].shape != given[name].shape
         },
     }
-    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
 
 
-def _listed(names: set[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """Return names for an error; of many the first ones."""
     shown = ", ".join(sorted(names)[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

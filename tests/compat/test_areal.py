@@ -18,6 +18,7 @@ from rlcore.compat import areal
 from rlcore.compat.areal.batches import padded, trajectories_of
 from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.examples import areal_grpo
+from rlcore.ops import ppo_clip
 from rlcore.quickstart.model import quickstart_model
 from rlcore.rollout import RolloutController, Trajectory
 from tests.accuracy import assert_within_rounding
@@ -79,6 +80,7 @@ def test_a_configuration_is_checked_by_name_type_and_value(config: str) -> None:
     found, _ = areal.load_expr_config(["--config", config, "actor.eps_clip=0.3", "gconfig.top_k=5"], areal.GRPOConfig)
     assert (found.actor.eps_clip, found.actor.optimizer.lr, found.actor.behav_imp_weight_cap) == (0.3, 1e-3, 5.0)
     assert found.rollout.model_path == found.actor.path and found.gconfig.sampling_params.top_k == 5
+    assert found.gconfig.new(stop_token_ids=None).sampling_params.stop_token_ids == ()
     assert found.gconfig.new(greedy=True, n_samples=1).sampling_params.temperature == 0
     for override, told in (
         ("actor.epsclip=1", "actor.epsclip is no field here; did you mean 'eps_clip'"),
@@ -122,6 +124,66 @@ def test_advantages_are_those_of_arealites_loops() -> None:
     assert_within_rounding(batch["advantages"], expected, terms=40, magnitude=torch.full_like(expected, 2.0))
 
 
+def test_what_a_batch_lacks_is_named() -> None:
+    ones = torch.ones(2, 3)
+    batch = {"rewards": ones[:, 0], "loss_mask": ones, "logprobs": ones}
+    for options, changes, told in (
+        ({}, {"rewards": ones[:, :1]}, r"rewards must be \[N\] = \[2\], one a row; got \[2, 1\]"),
+        (
+            {"recompute_logprob": True},
+            {},
+            "the batch needs rewards, logprobs, loss_mask, prox_logp; prox_logp is missing",
+        ),
+    ):
+        with pytest.raises(InvalidInputError, match=told):
+            areal.FSDPPPOActor(areal.PPOActorConfig(**options)).compute_advantages(batch | changes)
+    decoupled = areal.FSDPPPOActor(areal.PPOActorConfig(use_decoupled_loss=True))
+    with pytest.raises(
+        InvalidInputError, match="the batch needs logprobs, advantages, prox_logp; prox_logp is missing"
+    ):
+        decoupled.ppo_update(batch | {"advantages": ones})
+
+
+def test_a_reference_model_needs_no_optimizer(path: Path, config: str) -> None:
+    found, _ = areal.load_expr_config(["--config", config, "ref.optimizer=null"], areal.GRPOConfig)
+    assert found.ref.optimizer is None
+    actor = areal.FSDPPPOActor(found.ref)
+    actor.initialize(None)
+    engine = actor.engine
+    actor.initialize(None)
+    assert actor.engine is engine
+    ones = torch.ones(1, 3)
+    with pytest.raises(StateError, match="train_batch needs an optimizer, and ArealActor has none"):
+        actor.train_batch({"input_ids": ones.long()}, ppo_clip())
+    actor.destroy()
+    with pytest.raises(StateError, match="the actor is not initialized"):
+        actor.compute_logp(dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), ones))
+    assert not engine.is_built
+
+
+def test_advantages_are_normalised_as_by_arealite() -> None:
+    """Its ``masked_normalization``: biased variance, and 1e-5 beside its root; here both show."""
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]])
+    score = torch.tensor([3e-5, 1e-5])
+    logprobs = torch.where(mask.bool(), 0.0, torch.nan)
+    batch = {"rewards": score, "loss_mask": mask, "logprobs": logprobs}
+    areal.FSDPPPOActor(areal.PPOActorConfig()).compute_advantages(batch)
+    values = [float(score[0].double())] * 2 + [float(score[1].double())]
+    mean = sum(values) / 3
+    deviation = (sum(one * one for one in values) / 3 - mean**2) ** 0.5
+    expected = torch.zeros(2, 4, dtype=torch.float64)
+    expected[mask.bool()] = torch.tensor([(one - mean) / (deviation + 1e-5) for one in values], dtype=torch.float64)
+    # float32 sums of a token's rewards, then the difference of values up to five times as large
+    assert_within_rounding(batch["advantages"], expected, terms=8, magnitude=torch.full_like(expected, 5.0))
+
+
+def test_without_a_reference_its_log_probs_are_0_as_in_arealite() -> None:
+    mask, logprobs = torch.tensor([[0, 1, 1]]), torch.tensor([[-9.0, -2.0, -4.0]])
+    batch = {"rewards": torch.ones(1), "loss_mask": mask, "logprobs": logprobs}
+    areal.FSDPPPOActor(areal.PPOActorConfig(adv_norm=False, kl_ctl=0.5)).compute_advantages(batch)
+    assert batch["kl_rewards"].tolist() == [[0, 1, 2]] and batch["advantages"].tolist() == [[0, 4, 3]]
+
+
 @pytest.mark.parametrize(("size", "rows"), [(1, 4), (2, 3)])
 def test_rewards_are_not_normed_in_groups_of_one_or_in_parts_of_groups(size: int, rows: int) -> None:
     actor = areal.FSDPPPOActor(areal.PPOActorConfig(group_size=size, group_reward_norm=True))
@@ -162,6 +224,11 @@ class Answers(areal.RolloutWorkflow):
             "attention_mask": torch.ones(1, length, dtype=torch.bool),
             "rewards": torch.tensor([float(data)]),
         }
+
+
+class TwoRewards(Answers):
+    async def arun_episode(self, engine: areal.EpisodeEngine, data: Any) -> Any:
+        return await super().arun_episode(engine, data) | {"rewards": torch.ones(2)}
 
 
 def test_clients_share_an_engine_and_what_is_refused_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +296,52 @@ def clients(path: Path) -> Iterator[list[areal.RemoteInfEngine]]:
     yield found
     for one in found:
         one.destroy()
+
+
+def test_what_is_no_workflow_or_item_is_named_where_it_is_given(clients: list[areal.RemoteInfEngine]) -> None:
+    one, other = clients
+    with pytest.raises(
+        RolloutError, match=r"must return rewards \[N\] and all else \[N, L\]; rewards is \[2\], and .*\[1, "
+    ):
+        one.rollout_batch([3], TwoRewards())
+    for call, message in (
+        (lambda: one.submit(3, Answers), r"submit\(\) takes a RolloutWorkflow .* as workflow, got <class"),
+        (lambda: one.rollout_batch([3], None), r"rollout_batch\(\) takes a RolloutWorkflow"),
+        (lambda: one.rollout_batch({"a": 3}, Answers()), r"rollout_batch\(\) takes a list or another iterable as data"),
+        (
+            lambda: one.prepare_batch([{"a": 3}], Answers()),
+            "must give lists of items, got {'a': 3}; give it collate_fn=l",
+        ),
+        (lambda: one.update_weights("disk"), r"update_weights\(\) takes a WeightUpdateMeta as meta, got 'disk'"),
+        (lambda: one.set_version("1"), r"set_version\(\) takes a whole number as version, got '1'"),
+        (lambda: other.wait(-1), r"wait\(\) takes a whole number of at least 1 as count, got -1"),
+        (lambda: asyncio.run(areal.EpisodeEngine(None).agenerate([1])), r"agenerate\(\) takes a ModelRequest as req"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            call()
+
+
+def test_a_client_with_another_configuration_cannot_share_an_engine(clients: list[areal.RemoteInfEngine]) -> None:
+    config = clients[0].config
+    for change in (
+        {"max_head_offpolicyness": 4},
+        {"options": {"devices": "cpu"}},
+        {"consumer_batch_size": 3},
+        {"request_timeout": 1.0},
+        {"max_concurrent_rollouts": 2},
+        {"executor": "vllm"},
+    ):
+        ((name, value),) = change.items()
+        client = areal.RemoteInfEngine(replace(config, **change))
+        message = rf"^this client of .* has {name}={re.escape(repr(value))}, and the client .*; give both the same, or"
+        with pytest.raises(InvalidInputError, match=message):
+            client.initialize(None)
+        client.destroy()
+        with pytest.raises(StateError, match="the rollout engine is not initialized"):
+            client.get_version()
+    config.consumer_batch_size = 5  # of a program, after initialize()
+    with pytest.raises(InvalidInputError, match="has consumer_batch_size=5, and"):
+        areal.RemoteInfEngine(config).initialize(None)
 
 
 def test_an_evaluation_that_failed_is_not_in_the_way_of_the_next(

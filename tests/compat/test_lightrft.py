@@ -14,14 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
 from rlcore.compat import lightrft
 from rlcore.compat.lightrft import strategy_base
 from rlcore.compat.lightrft.configuration import StrategyConfig
-from rlcore.compat.lightrft.generation import sampling_params_of
+from rlcore.compat.lightrft.generation import prompts_of, sampling_params_of
 from rlcore.compat.lightrft.schedule import CosineSchedule
+from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import CheckpointError, InvalidInputError, StateError, UnsupportedError
 from rlcore.examples import lightrft_grpo
 from rlcore.quickstart.model import quickstart_model
@@ -122,6 +125,23 @@ def test_an_actor_scores_and_trains_as_plain_torch(strategy: lightrft.StrategyBa
         actor, None, [], None, strategy.args, max_steps=10
     )
     assert strategy.create_optimizer(actor, eps=1e-3) is optimizer
+    with pytest.raises(
+        InvalidInputError, match=r"create_optimizer\(\) has no setting 'learning_rate'; it takes lr, be"
+    ):
+        strategy.create_optimizer(actor, learning_rate=1e-3)
+    for arguments, told in (
+        ((SEQUENCES, 0, MASK), "num_actions counts the last columns of sequences, 1 to 6; got 0"),
+        ((SEQUENCES, 7, MASK), "of sequences, 1 to 6; got 7"),
+        ((SEQUENCES, 3, MASK[:, :4]), r"takes tensors \[N, L\] as .* got sequences \[2, 6\], attention_mask \[2, 4\]"),
+        ((SEQUENCES[0], 3), r"takes tensors \[N, L\] as .* got sequences \[6\]"),
+        ((SEQUENCES, 3, MASK * 0), "attention_mask is 0 everywhere"),
+        ((SEQUENCES + 20, 3, MASK), "must hold token ids, 0 to 20, where .* got torch.int64 21 to 28"),
+        ((SEQUENCES.float(), 3, MASK), "must hold token ids, 0 to 20, where .* got torch.float32"),
+    ):
+        with pytest.raises(InvalidInputError, match=told):
+            actor(*arguments)
+    beside = torch.where(MASK.bool(), SEQUENCES, -100)  # what stands beside the mask is not read
+    assert_same_bits(actor(beside, torch.tensor(3), MASK), actor(SEQUENCES, 3, MASK))
     tolerance = logprob_rounding(path, num_tokens=8)
     found, output = actor(SEQUENCES, 3, attention_mask=MASK, return_output=True)
     assert (found - plain_logprobs(truth)).abs().max() < tolerance
@@ -160,13 +180,16 @@ def test_engines_sleep_generate_and_resume(
         assert_same_bits(reference(SEQUENCES, 3, MASK), before)
     actor.engine.load_state_dict({name: one * 1.1 for name, one in reference.engine.state_dict().items()})
     engine = strategy.setup_inference_engine(strategy.args, "hf", actor)
+    with pytest.raises(StateError, match=r"there is an inference engine already; a strategy has one until close\(\)"):
+        strategy.setup_inference_engine(strategy.args, "hf", actor)
     assert lightrft.is_engine(engine) and strategy.inference_engine_status is lightrft.EngineStatus.SLEEPED
     assert engine.version == 1 and set(engine.state.values()) == {"offloaded", "released"}
     strategy.maybe_offload_optimizer(optimizer)
     strategy.offload_model([reference])
     assert (actor.engine.state["optimizer"], reference.engine.state["weights"]) == ("offloaded", "offloaded")
     prompts = [[1, 10, 2], [3]]
-    outputs = strategy.gather_and_generate({"max_new_tokens": 2, "temperature": 1.0}, prompts)
+    arrays = [np.array(prompts[0]), torch.tensor(prompts[1])]
+    outputs = strategy.gather_and_generate({"max_new_tokens": 2, "temperature": 1.0}, arrays)
     assert [one.prompt_token_ids for one in outputs] == prompts
     for one in outputs:  # by the actor's weights
         row = torch.tensor([one.prompt_token_ids + one.output_token_ids])
@@ -211,6 +234,11 @@ def test_numbers_of_one_rank_are_their_own_mean(
     strategy.report_memory("now")
     assert re.search(r"MEMORY STATUS: now, USED=\d+\.\d\d GB", capsys.readouterr().out)
     assert strategy.all_reduce({"a": 2.0, "b": torch.tensor([3.0])}) == {"a": 2.0, "b": torch.tensor([3.0])}
+    assert strategy.all_gather(torch.tensor(2.0)) == torch.tensor([2.0])
+    strategy.set_seed(3)
+    drawn = np.random.rand()
+    strategy.set_seed(3)
+    assert np.random.rand() == drawn
     assert strategy.all_gather({"a": 2}) == {"a": torch.tensor([2.0])} and strategy.is_rank_0()
     loader = strategy.setup_dataloader(list(range(8)), 2, shuffle=False, consumed_samples=4)
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
@@ -229,6 +257,9 @@ def test_what_is_not_supported_says_why(path: Path, strategy: lightrft.StrategyB
         ({"engine_tp_size": 0}, "--engine_tp_size must be a whole number of at least 1, got 0"),
         ({"train_options": "x"}, "--train_options must be a mapping, got 'x'"),
         ({"engine_type": None}, "--engine_type must be a str, got None"),
+        ({"bf16": "false"}, "--bf16 must be True or False, got 'false'"),
+        ({"adam_betas": 0.9}, "--adam_betas must be a list or tuple of two numbers, got 0.9"),
+        ({"engine_mem_util": "0.5"}, "--engine_mem_util must be a finite number of at least 0, or None, got '0.5'"),
         ({"sp_size": 2}, "sp_size=2 is not supported"),
         ({"engine_tp_size": 2}, "engine_tp_size=2 of 1 ranks is not supported"),
     ):
@@ -244,6 +275,17 @@ def test_what_is_not_supported_says_why(path: Path, strategy: lightrft.StrategyB
         (lambda: strategy.prepare_model(torch.nn.Linear(1, 1), is_training=True), "to train a Linear by this strategy"),
         (lambda: strategy.prepare_models_and_optimizers(None, 1, None, None, None, 1), "a critic"),
         (lambda: strategy.gather_and_generate({}, [[1]], all_images=["x"]), "generation from images or videos"),
+        (lambda: strategy.gather_and_generate({}, all_prompts=["1+1="]), "generation from texts alone"),
+        (lambda: strategy.gather_and_generate({}, [1, 2]), r"takes a list of token ids for each prompt, got \[1, 2\]"),
+        (lambda: strategy.gather_and_generate({}, ["1"]), r"takes a list of token ids for each prompt, got \['1'\]"),
+        (
+            lambda: prompts_of({"truncate_prompt_tokens": "2"}, [[1]]),
+            "truncate_prompt_tokens must be a whole number, or",
+        ),
+        (
+            lambda: sampling_params_of({"max_tokens": 1, "max_new_tokens": 2}),
+            "have 'max_tokens' by two names; give one",
+        ),
         (lambda: strategy.engine_generate_local({}, [[1]]), "there is no inference engine"),
         (lambda: strategy.backward(torch.ones(()), torch.nn.Linear(1, 1), None), "this Linear is not prepared"),  # type: ignore[arg-type]
         (lambda: strategy.load_ckpt(None, "x", load_module_only=True), r"load_ckpt\(\) of a part"),
@@ -284,6 +326,61 @@ def test_sampling_params_of_both_engines_are_understood() -> None:
     assert sampling_params_of(of_vllm).max_tokens == 7 and sampling_params_of(of_vllm).temperature == 0.5
 
 
+class VllmParams(msgspec.Struct, dict=True):
+    """Some fields of vLLM 0.13's ``SamplingParams``, which is such a struct, too."""
+
+    n: int = 1
+    temperature: float = 1.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    bad_words: list[str] = msgspec.field(default_factory=list)
+    logprobs: int | None = None
+    output_kind: str = "cumulative"
+    truncate_prompt_tokens: int | None = None
+    _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
+
+
+class SglangParams:
+    def __init__(self, max_new_tokens: int) -> None:
+        self.max_new_tokens, self.stop_token_ids = max_new_tokens, {7}
+
+
+def test_what_an_object_of_sampling_params_asks_for_is_done_or_refused() -> None:
+    of_lightrft = VllmParams(max_tokens=7, min_tokens=1, truncate_prompt_tokens=2, logprobs=1)
+    of_lightrft._all_stop_token_ids.add(3)
+    assert sampling_params_of(of_lightrft) == SamplingParams(max_tokens=7)
+    assert prompts_of(of_lightrft, [[1, 2, 3], [4]]) == [[2, 3], [4]]
+    for whole in (VllmParams(), VllmParams(truncate_prompt_tokens=-1), {}, None, SamplingParams()):
+        assert prompts_of(whole, [[1, 2, 3]]) == [[1, 2, 3]]
+        assert sampling_params_of(whole) == SamplingParams()
+    assert sampling_params_of(SglangParams(9)) == SamplingParams(max_tokens=9, stop_token_ids=(7,))
+    assert sampling_params_of({"stop": [], "stop_token_ids": None}) == SamplingParams()
+    for given, told in (
+        (VllmParams(stop="x"), r"the sampling parameter stop='x' is not supported: only None is"),
+        (VllmParams(stop=["x"]), r"the sampling parameter stop=\['x'\]"),
+        ({"stop": "x"}, r"the sampling parameter stop='x'"),
+        (VllmParams(bad_words=["x"]), "^'bad_words' is no sampling parameter here; accepted: ignore_eos, max_tokens"),
+        (VllmParams(output_kind="delta"), "^'output_kind' is no"),
+        (SimpleNamespace(temprature=1.0), "^'temprature' is no"),
+        (3, "^sampling_params must be a dict or an object such as vLLM's, got 3"),
+        (SamplingParams(n=2), "n must be 1, got 2; repeat a prompt"),
+    ):
+        with pytest.raises((InvalidInputError, UnsupportedError), match=told):
+            sampling_params_of(given)
+
+
+def test_numbers_in_a_mask_are_weights_as_in_lightrft() -> None:
+    values = torch.tensor([[1.0, 3.0, math.nan], [2.0, 6.0, 4.0], [5.0, 5.0, 5.0]])
+    weights = torch.tensor([[1.0, 3.0, 0.0], [0.5, 1.5, 2.0], [0.0, 0.0, 0.0]])
+    assert lightrft.masked_mean(values, weights, dim=-1).tolist() == [2.5, 4.5, 0.0]
+    assert lightrft.masked_mean(values, weights) == 3.5
+    assert lightrft.masked_mean(values, weights > 0, dim=-1).tolist() == [2.0, 4.0, 0.0]
+    assert lightrft.masked_mean(values[1], None) == 4
+    kl = lightrft.compute_approx_kl(values, torch.zeros(3, 3), weights, "k2")  # its masks weigh the ratio's logarithm
+    assert kl.tolist() == [[0.5, 40.5, 0], [0.5, 40.5, 32], [0, 0, 0]]
+
+
 @pytest.mark.parametrize("is_cpgd", [False, True])
 def test_the_loss_is_lightrfts_formula(is_cpgd: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -309,6 +406,10 @@ def test_the_loss_is_lightrfts_formula(is_cpgd: bool) -> None:
     loss = lightrft.PolicyLoss(0.2, use_cpg_loss=is_cpgd)(leaf, unknown, unknown - old + advantages, mask)
     assert_same_bits(loss, found)
     assert torch.autograd.grad(loss, leaf)[0].isfinite().all()
+    with pytest.raises(
+        InvalidInputError, match=r"advantages must be \[N, A\] or \[N, 1\] for log_probs \[3, 4\]; got \[4\]"
+    ):
+        lightrft.PolicyLoss(0.2, use_cpg_loss=is_cpgd)(new, old, advantages[0], mask)
     assert lightrft.masked_mean(torch.tensor([1.0, 3.0, math.nan]), torch.tensor([1, 1, 0])) == 2
 
 

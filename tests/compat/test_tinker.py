@@ -149,11 +149,35 @@ def test_snapshots_stay_what_they_were_while_the_trainer_goes_on(
     assert max(abs(a - b) for a, b in zip(again[1:], before[1][1:], strict=True)) < limit
 
 
+def test_a_state_is_loaded_with_its_optimizer_or_without(training: tinker.TrainingClient) -> None:
+    step, prompt = types.AdamParams(learning_rate=1e-2), types.ModelInput.from_ints(TOKENS[0][:6])
+
+    def after_a_step() -> list[float]:
+        training.forward_backward(data(weights=1.0), "cross_entropy")
+        training.optim_step(step)
+        return training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt).result()[1:]
+
+    def moments() -> list[int]:
+        module: Any = training._host.train.executors[0].workers[0].worker.module
+        return [int(one["step"]) for one in module.optimizer.state.values()]
+
+    before = training.save_state("before").result().path
+    after_a_step()
+    state = training.save_state("moments").result().path
+    kept = max(moments())
+    went_on = after_a_step()
+    assert training.load_state_with_optimizer(state).result().path == state and max(moments()) == kept
+    assert after_a_step() == went_on
+    assert training.load_state(state).result().path == state and moments() == []
+    assert after_a_step() != went_on and set(moments()) == {1}
+    training.load_state_with_optimizer(before).result()
+
+
 def test_futures_are_awaited_and_stop_tokens_end_an_answer(training: tinker.TrainingClient) -> None:
     async def ask() -> tuple[Any, Any]:
         client = await training.save_weights_and_get_sampling_client()
         prompt = types.ModelInput.empty().append_int(1).append(types.EncodedTextChunk([2, 10, 3, 4, 13]))
-        every = types.SamplingParams(max_tokens=6, seed=3, stop=[])
+        every = types.SamplingParams(max_tokens=6, seed=3, stop=torch.tensor([], dtype=torch.int64))  # type: ignore[arg-type]
         free = await client.sample(prompt, 3, every)
         (first, *_), _ = free.sequences[0].tokens, free
         stopped = asyncio.create_task(client.sample(prompt, 3, dataclasses.replace(every, stop=[first])).coroutine())
@@ -552,6 +576,7 @@ def test_what_is_wrong_or_not_there_is_named(
     nothing = types.ModelInput.empty()
     short = types.Datum(prompt, {"target_tokens": [1, 2], "weights": [1.0]})
     empty = types.Datum(nothing, {"target_tokens": [], "logprobs": [], "advantages": []})
+    fractions = types.Datum(prompt, {"target_tokens": torch.tensor([1.5]), "weights": [1.0]})
     far = types.Datum(types.ModelInput.from_ints([10**6]), {"target_tokens": [1], "weights": [1.0]})
     for call, kind, told in (
         (lambda: training.forward_backward(data(), "cross_entropie"), InvalidInputError, "mean 'cross_entropy'"),
@@ -567,6 +592,10 @@ def test_what_is_wrong_or_not_there_is_named(
         (lambda: client.sample([1], 1, types.SamplingParams()), InvalidInputError, "a ModelInput with tokens as p"),
         (lambda: client.sample(prompt, 1, {"max_tokens": 1}), InvalidInputError, "takes SamplingParams as sampling_p"),
         (lambda: client.sample(prompt, 1, types.SamplingParams(stop=[None])), InvalidInputError, "token ids, each at"),
+        (lambda: client.sample(prompt, 1, types.SamplingParams(stop=7)), InvalidInputError, "stop must be a text, or"),
+        (lambda: types.TensorData([1, 2], "int64", [3]), InvalidInputError, r"of shape \[3\] cannot have 2 numbers"),
+        (lambda: types.TensorData([1], "int32"), InvalidInputError, "dtype must be one of int64, float32; got 'int32'"),
+        (lambda: training.forward_backward([fractions], "cross_entropy"), InvalidInputError, "0 has target_tokens of"),
         (lambda: client.compute_logprobs(nothing), InvalidInputError, "a ModelInput with tokens as prompt"),
         (lambda: training.forward_backward(short, "ppo"), InvalidInputError, "takes a list of Datum as data, got D"),
         (lambda: training.forward_backward([{}], "ppo"), InvalidInputError, "takes a list of Datum as data, got "),

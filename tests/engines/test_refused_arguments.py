@@ -13,7 +13,7 @@ from rlcore.errors import InvalidInputError
 from rlcore.nn import HuggingFaceTrainModule
 from rlcore.ops import ppo_clip
 
-from .train_batches import padded_batch
+from .train_batches import packed_batch, padded_batch
 
 
 @pytest.fixture(scope="session")
@@ -134,3 +134,34 @@ def test_a_batch_without_a_trained_token_takes_a_step_and_warns(
     assert (found["num_tokens"], found["grad_norm"], found["loss"]) == (0, 0.0, 0.0)
     assert "no token that is trained on: optimizers and schedulers take a step all the same" in caplog.text
     assert engine.train_batch(batch, ppo_clip())["lr/optimizer"] == pytest.approx(1e-2 / 4), "the third step's rate"
+
+
+def test_a_packed_batch_with_masked_tokens_is_refused(engine: rlcore.TrainEngine) -> None:
+    """All of its tokens are of sequences: what the mask leaves out would be scored, and seen by the tokens after it."""
+    batch = packed_batch()
+    whole = torch.ones_like(batch["input_ids"])
+    kept = engine.eval_batch(batch, ppo_clip())["loss"]
+    assert engine.eval_batch(batch | {"attention_mask": whole}, ppo_clip())["loss"] == kept
+    one, sequence = whole.clone(), torch.ones(7)
+    one[3] = sequence[2] = 0
+    message = r"^attention_mask is (0|0.0|False) for token \d+ of a packed batch, .*; leave it out of input_ids and"
+    for mask in (one, one.bool(), sequence):
+        masked = batch | {"attention_mask": mask}
+        for call in (engine.train_batch, engine.eval_batch):
+            with pytest.raises(InvalidInputError, match=message):
+                call(masked, ppo_clip())
+        with pytest.raises(InvalidInputError, match=message):
+            engine.forward_logprobs(masked)
+
+
+def test_log_probs_are_of_any_arrays_that_are_trained_on(engine: rlcore.TrainEngine) -> None:
+    batch = {name: value for name, value in padded_batch().items() if name in ("input_ids", "attention_mask")}
+    expected = engine.forward_logprobs(batch)
+    for mask in (batch["attention_mask"], batch["attention_mask"].long()):
+        given = {"input_ids": batch["input_ids"], "attention_mask": mask}
+        for form in (lambda value: value.numpy(), lambda value: value.tolist()):
+            found = engine.forward_logprobs({name: form(value) for name, value in given.items()})
+            assert torch.equal(found, expected)
+    assert torch.equal(engine.forward_logprobs({"input_ids": [[3, 4], [5, 6]]})[:, 0], torch.zeros(2))
+    with pytest.raises(InvalidInputError, match=r"^batch entry 'input_ids' must be a tensor or numbers, got"):
+        engine.forward_logprobs({"input_ids": [[3, 4], [5]]})

@@ -6,6 +6,7 @@ Its modules are none of transformers', which every worker would have to import.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from rlcore.ops import ppo_clip
 
 from .plain_training import Truth, assert_metrics
 from .train_batches import assert_same_weights, packed_batch
-from .train_policy import truth_of_own
+from .train_policy import Regression, regression_weights, truth_of_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
 
@@ -152,7 +153,7 @@ def weights(qwen2_folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def start(weights: dict[str, Tensor], short_runtime_folder: Path) -> Iterator[Build]:
-    """``start(workers, device="cpu", executor="deepspeed", **options)``: a new engine."""
+    """``start(workers, device="cpu", executor="deepspeed", make=None, **options)``: a new engine of ``make()``."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
 
@@ -162,13 +163,15 @@ def start(weights: dict[str, Tensor], short_runtime_folder: Path) -> Iterator[Bu
             executor: str = "deepspeed",
             frozen: tuple[str, ...] = (),
             kind: type[Any] = torch.optim.AdamW,
+            *,
+            make: Callable[[], TrainModule] | None = None,
             **options: Any,
         ) -> Any:
             if device == "cuda" and torch.cuda.device_count() < workers:
                 pytest.skip(f"needs {workers} GPUs, found {torch.cuda.device_count()}")
             patch.setenv("RLCORE_RUNTIME", str(short_runtime_folder))
             with rlcore.meta_device():
-                module = Mirror(weights, frozen, kind)
+                module = Mirror(weights, frozen, kind) if make is None else make()
             engine = stack.enter_context(rlcore.TrainEngine(module, executor=executor))
             devices = [f"{device}:{index}" for index in range(workers)]
             return engine.build(
@@ -327,6 +330,44 @@ def test_frozen_parameters_stay(start: Build) -> None:
     with pytest.raises(StateError, match=r"has other groups of parameters .* call restart\(\)"):
         engine.forget_steps()  # parameters have no dimensions outside of a forward
         engine.train_batch(packed_batch(), ppo_clip())
+
+
+def adapted() -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    class Adapted(Regression):
+        new_parameters = ("score",)
+
+        def __init__(self) -> None:
+            super().__init__(regression_weights())
+            self.score = nn.Linear(8, 1).requires_grad_(False)
+            self.config: Any = {}
+            peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["mix"], r=1), self)
+            self.score.requires_grad_(False)
+
+        def on_weights_materialized(self) -> None:
+            self.optimizer = torch.optim.AdamW([one for one in self.parameters() if one.requires_grad])
+
+        def write(self, value: float) -> None:
+            for parameter in (self.score.weight, self.embed.weight):
+                held: Any = parameter
+                getattr(held, "ds_tensor", held).data.fill_(value)
+
+    return Adapted()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_weights_that_the_source_does_not_have_so_come_back(start: Build, tmp_path: Path, stage: int) -> None:
+    engine = start(2, make=adapted, stage=stage)
+    engine.write(5.0)
+    before = engine.state_dict(adapters="base")
+    engine.save(tmp_path)
+    left_out = json.loads((tmp_path / "manifest.json").read_text())["state"]["left_out"]
+    assert left_out == ["mix.base_layer.bias", "mix.base_layer.weight"]
+    engine.write(6.0)
+    engine.load(tmp_path)
+    assert_same_weights(engine.state_dict(adapters="base"), before)
+    assert engine.train_batch(packed_batch(), ppo_clip())["grad_norm"] > 0
 
 
 def test_a_resume_in_bfloat16_has_the_float32_weights(start: Build, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -44,6 +45,10 @@ def policy_of(transformers_class: Any) -> Any:
                 "dtypes": sorted({str(parameter.dtype) for parameter in self.parameters() if parameter.requires_grad}),
                 "frozen dtypes": sorted({str(held.dtype) for held in self.parameters() if not held.requires_grad}),
             }
+
+        def add_to_a_weight_of_the_last_rank(self, value: float) -> None:
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                self.model.norm.weight.to_local().data.add_(value)
 
     return Policy
 
@@ -184,6 +189,19 @@ def test_a_checkpoint_holds_the_adapters_and_the_base_is_read_again(
     other = build(lora_module(dense, qwen2_folder, target_modules=TARGETS), 1)
     other.load(tmp_path / "checkpoint")
     assert_same_weights(other.state_dict(adapters="only"), trained)
+
+
+def test_all_ranks_save_what_one_of_them_has_changed_of_the_base(engine: rlcore.TrainEngine, tmp_path: Path) -> None:
+    engine.add_to_a_weight_of_the_last_rank(1.0)
+    base = engine.state_dict(adapters="base")
+    engine.save(tmp_path)
+    engine.add_to_a_weight_of_the_last_rank(1.0)
+    engine.load(tmp_path)
+    assert_same_weights(engine.state_dict(adapters="base"), base)
+    engine.add_to_a_weight_of_the_last_rank(-1.0)
+    engine.save(tmp_path)
+    left_out = json.loads((tmp_path / "manifest.json").read_text())["state"]["left_out"]
+    assert "model.norm.weight" in left_out, "1 + 1 - 1 are the bits of its source"
 
 
 @pytest.mark.slow

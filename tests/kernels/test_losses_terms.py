@@ -416,6 +416,56 @@ def test_what_masked_tokens_hold_reaches_no_other_token(name: str) -> None:
         assert torch.equal(gradient[counts], want[counts])
 
 
+WITHOUT_EXPONENTIAL = {(kind, "ref_logprobs") for kind in ("k1", "abs", "k2", "k1+", "k3+")}
+"""Terms, and the log-probabilities that are in their values as they are; beside them, cpgd."""
+
+
+def of_two_sequences(advantage: float) -> dict[str, Tensor]:
+    logprobs = {name: torch.tensor([-1.0, -2.0, -3.0, -1.5]) for name in ("old_logprobs", "ref_logprobs")}
+    return logprobs | {
+        "rollout_logprobs": torch.tensor([-1.1, -2.0, -3.0, -1.5]),
+        "advantages": torch.full((4,), advantage),
+        "cu_seqlens": torch.tensor([0, 2, 4]),
+        "token_mask": torch.ones(4).bool(),
+    }
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("entry", ["old_logprobs", "ref_logprobs", "rollout_logprobs"])
+def test_a_log_prob_of_minus_infinity_of_another_policy_makes_a_finite_ratio(
+    name: str, advantage: float, entry: str
+) -> None:
+    x, per_token = torch.tensor([-1.2, -1.8, -2.8, -1.7]).requires_grad_(), of_two_sequences(advantage)
+    per_token[entry][1] = -math.inf
+    value, stats = TERMS[name][0]()(x, None, per_token)
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    assert value[[0, 2, 3]].isfinite().all() and gradient[[0, 2, 3]].isfinite().all()
+    is_cpgds = name.startswith("cpgd") and entry == "old_logprobs"
+    stays = advantage < 0 if is_cpgds else (name, entry) not in WITHOUT_EXPONENTIAL  # cpgd stops the others, at -inf
+    assert value[1].isfinite() == stays
+    assert gradient[1].isfinite() or not (stays or is_cpgds)
+    if name.startswith("dppo"):
+        assert all(values.isfinite().all() for values in stats.values())
+
+
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("entry", ["old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages"])
+def test_a_nan_of_a_token_that_counts_is_seen(name: str, entry: str) -> None:
+    read: set[str] = set()
+
+    class Entries(dict[str, Tensor]):
+        def __getitem__(self, key: str) -> Tensor:
+            read.add(key)
+            return super().__getitem__(key)
+
+    x, per_token = torch.tensor([-1.2, -1.8, -2.8, -1.7]), of_two_sequences(1.0)
+    per_token[entry][1] = math.nan
+    value, stats = TERMS[name][0]()(x, None, Entries(per_token))
+    is_seen = any(bool(values.isnan().any()) for values in (value, *stats.values()))
+    assert is_seen or entry not in read
+
+
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_absurd_ratios_give_a_finite_loss_and_gradient(name: str, advantage: float) -> None:

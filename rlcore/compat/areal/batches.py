@@ -48,9 +48,17 @@ def batch_of(episodes: Sequence[Episode]) -> TensorBatch:
 def trajectories_of(batch: Mapping[str, Tensor]) -> list[Trajectory]:
     """Return the rows of a workflow's tensors."""
     needed = ("input_ids", "loss_mask", "logprobs", "versions", "rewards")
-    if lacking := [name for name in needed if name not in batch]:
+    lacking = [name for name in needed if name not in batch] if isinstance(batch, Mapping) else needed
+    if lacking:
         raise InvalidInputError(f"arun_episode() must return {', '.join(needed)}; {', '.join(lacking)} is missing")
     mask_NL = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    for name in needed:
+        shape = mask_NL.shape[:1] if name == "rewards" else mask_NL.shape
+        if batch[name].shape != shape or mask_NL.dim() != 2:
+            raise InvalidInputError(
+                f"arun_episode() must return rewards [N] and all else [N, L]; {name} is {list(batch[name].shape)}, and "
+                f"attention_mask or input_ids {list(mask_NL.shape)}"
+            )
     return [
         Trajectory(
             batch["input_ids"][row][mask_NL[row]].tolist(),

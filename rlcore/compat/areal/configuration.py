@@ -20,7 +20,7 @@ class GenerationHyperparameters:
     top_p: float = 1.0
     top_k: int = int(1e8)
     temperature: float = 1.0
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[int] | None = field(default_factory=list)
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with changes."""
@@ -34,7 +34,7 @@ class GenerationHyperparameters:
             temperature=0.0 if self.greedy else self.temperature,
             top_p=self.top_p,
             top_k=-1 if self.top_k >= 1e8 else self.top_k,
-            stop_token_ids=tuple(self.stop_token_ids),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
         )
 
 
@@ -84,7 +84,8 @@ class PPOActorConfig:
     """The trainer. ``options`` are those of ``rlcore.TrainEngine.build``."""
 
     path: str = ""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """None makes no optimizer, as for a reference model."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
     group_size: int = 1
     group_reward_norm: bool = False

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import rlcore
-from rlcore.arguments import kind_of, takes
+from rlcore.arguments import COUNT, ITERABLE, WHOLE, Kind, kind_of, takes
 from rlcore.compat.areal.batches import TensorBatch, batch_of, trajectories_of
 from rlcore.compat.areal.configuration import FinetuneSpec, InferenceEngineConfig
 from rlcore.compat.areal.workflow import EpisodeEngine, RolloutWorkflow
-from rlcore.errors import RolloutError, RolloutTimeoutError, StateError, UnsupportedError
+from rlcore.errors import InvalidInputError, RolloutError, RolloutTimeoutError, StateError, UnsupportedError
 from rlcore.rollout import Episode, RolloutClient, RolloutController, Trajectory, Workflow
 from rlcore.types import SyncReport
 
@@ -46,6 +47,13 @@ class WeightUpdateMeta:
         return cls("xccl")
 
 
+_WORKFLOW = Kind(
+    "a RolloutWorkflow (an instance, with arun_episode)",
+    lambda value: hasattr(value, "arun_episode") and not isinstance(value, type),
+)
+_META = kind_of("a WeightUpdateMeta", WeightUpdateMeta)
+
+
 class _AnyWorkflow(Workflow):
     """Runs the workflow that comes with each item."""
 
@@ -59,9 +67,22 @@ class _AnyWorkflow(Workflow):
 class _Server:
     """The engine that the clients of one model share."""
 
+    config: InferenceEngineConfig
+    """A copy of the first client's."""
     engine: rlcore.InferenceEngine
     controller: RolloutController
     num_clients: int = 0
+
+
+def _check_same(config: InferenceEngineConfig, first: InferenceEngineConfig) -> None:
+    for name in (one.name for one in fields(InferenceEngineConfig) if one.name != "model_path"):
+        own, other = getattr(config, name), getattr(first, name)
+        if own != other:
+            raise InvalidInputError(
+                f"this client of {first.model_path} has {name}={own!r}, and the client whose engine it would share "
+                f"{name}={other!r}; give both the same, or destroy() that one first. Of a client for evaluation "
+                "set_version(10**12) lifts the bounds"
+            )
 
 
 class RemoteInfEngine:
@@ -78,7 +99,11 @@ class RemoteInfEngine:
         self._server: _Server | None = None
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Build the inference engine of ``config.model_path``, or share that of an earlier client."""
+        """Build the inference engine of ``config.model_path``, or share that of an earlier client.
+
+        Raises:
+            InvalidInputError: the configuration is another one than that of the client that it would share with.
+        """
         if addr is not None:
             raise UnsupportedError(f"initialize(addr={addr!r})", "the engine is built here; there is no server")
         if self._server is not None:
@@ -96,9 +121,11 @@ class RemoteInfEngine:
                     episode_timeout_s=self.config.request_timeout,
                 )
                 undone.pop_all()
-            self._servers[key] = _Server(engine, controller)
-        self._server = self._servers[key]
-        self._server.num_clients += 1
+            self._servers[key] = _Server(copy.deepcopy(self.config), engine, controller)
+        server = self._servers[key]
+        _check_same(self.config, server.config)
+        self._server = server
+        server.num_clients += 1
 
     def destroy(self) -> None:
         """Leave the engine; the last client closes it."""
@@ -107,7 +134,7 @@ class RemoteInfEngine:
             return
         server.num_clients -= 1
         if not server.num_clients:
-            del self._servers[str(self.config.model_path)]
+            del self._servers[str(server.config.model_path)]
             try:
                 server.controller.close()
             finally:
@@ -120,6 +147,7 @@ class RemoteInfEngine:
             raise StateError("the rollout engine is not initialized; call initialize(None, ft_spec)")
         return self._server.controller
 
+    @takes("set_version()", version=WHOLE)
     def set_version(self, version: int) -> None:
         """Tell the version of the weights. One that is far ahead makes a client for evaluation, as in AReaLite."""
         if version > self.controller.version + 10**6:
@@ -130,6 +158,7 @@ class RemoteInfEngine:
     def get_version(self) -> int:
         return self.controller.version if self._eval_version is None else self._eval_version
 
+    @takes("submit()", workflow=_WORKFLOW)
     def submit(self, data: Any, workflow: RolloutWorkflow) -> None:
         """Queue an episode."""
         if self._eval_version is not None:
@@ -137,6 +166,7 @@ class RemoteInfEngine:
         else:
             self.controller.submit((data, workflow))
 
+    @takes("wait()", count=COUNT)
     def wait(self, count: int, timeout: float | None = None) -> TensorBatch:
         """Return a batch of ``count`` episodes; those that failed are left out by a client for evaluation."""
         if self._eval_version is not None:
@@ -158,16 +188,19 @@ class RemoteInfEngine:
         del self._eval_items[:count]  # not earlier: after a timeout or an interruption they can be waited for again
         return episodes
 
+    @takes("rollout_batch()", data=ITERABLE, workflow=_WORKFLOW)
     def rollout_batch(self, data: Sequence[Any], workflow: RolloutWorkflow) -> TensorBatch:
         """Run an episode for each item now, and return their batch."""
         return batch_of(self.controller.rollout_episodes([(item, workflow) for item in data]))
 
+    @takes("prepare_batch()", dataloader=ITERABLE, workflow=_WORKFLOW)
     def prepare_batch(self, dataloader: Iterable[Any], workflow: RolloutWorkflow) -> TensorBatch:
         """Return the next batch of the asynchronous training. As in AReaLite, the first call's arguments are kept."""
         if self._loader is None:
             self._loader = _Paired(dataloader, workflow)
         return batch_of(self.controller.prepare_episodes(self._loader))
 
+    @takes("update_weights()", meta=_META)
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Begin to wait for the weights that ``actor.upload_weights(meta)`` sends."""
         future: Future[None] = Future()
@@ -193,4 +226,9 @@ class _Paired:
 
     def __iter__(self) -> Iterator[list[tuple[Any, RolloutWorkflow]]]:
         for items in self._dataloader:
+            if not ITERABLE.has(items):
+                raise InvalidInputError(
+                    f"the dataloader of prepare_batch() must give lists of items, got {items!r:.200}; give it "
+                    "collate_fn=list"
+                )
             yield [(item, self._workflow) for item in items]

@@ -20,7 +20,7 @@ from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
 from rlcore.nn import HuggingFaceTrainModule
-from rlcore.ops import decoupled_ppo, discounted_return, masked_whiten, ppo_clip
+from rlcore.ops import decoupled_ppo, discounted_return, ppo_clip
 from rlcore.quickstart.pretrained import model_class
 from rlcore.rollout import RolloutController
 
@@ -38,14 +38,17 @@ class FSDPPPOActor:
         """Build the train engine of ``config.path``."""
         if addr is not None:
             raise UnsupportedError(f"initialize(addr={addr!r})", "workers are started by rlcore.TrainEngine.build")
+        if self._engine is not None:
+            return
         check_model_folder(self.config.path)
         with rlcore.meta_device():
             module = _actor_class(Path(self.config.path), self.config.optimizer).from_pretrained(self.config.path)
         self._engine = rlcore.TrainEngine(module).build(**self.config.options)
 
     def destroy(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     @property
     def engine(self) -> rlcore.TrainEngine:
@@ -87,9 +90,15 @@ class FSDPPPOActor:
 
     def compute_advantages(self, batch: dict[str, Tensor]) -> None:
         """Add ``advantages``, ``kl_rewards`` and ``tot_rewards`` [N, L] to the batch, by AReaLite's formulas."""
-        _expect(batch, "rewards", "logprobs", "loss_mask")
         own = self.config
-        reward_N = (batch["rewards"] + own.reward_bias) * own.reward_scaling
+        recomputed = own.recompute_logprob and not own.use_decoupled_loss
+        _expect(batch, "rewards", "logprobs", "loss_mask", *(("prox_logp",) if recomputed else ()))
+        given_N, mask_NL = torch.as_tensor(batch["rewards"]), batch["loss_mask"].bool()
+        if given_N.shape != mask_NL.shape[:1]:
+            raise InvalidInputError(
+                f"rewards must be [N] = {list(mask_NL.shape[:1])}, one a row; got {list(given_N.shape)}"
+            )
+        reward_N = (given_N + own.reward_bias) * own.reward_scaling
         reward_N = reward_N.clip(-own.reward_clip, own.reward_clip)
         if own.group_reward_norm:
             if own.group_size < 2 or len(reward_N) % own.group_size:
@@ -99,25 +108,23 @@ class FSDPPPOActor:
                 )
             groups = reward_N.view(-1, own.group_size)
             reward_N = ((groups - groups.mean(1, True)) / (groups.std(1, keepdim=True) + 1e-9)).flatten()
-        mask_NL = batch["loss_mask"].bool()
-        old_NL = batch["prox_logp"] if own.recompute_logprob and not own.use_decoupled_loss else batch["logprobs"]
-        kl_NL = torch.zeros_like(old_NL)
-        if "ref_logp" in batch:
-            kl_NL = -own.kl_ctl * (old_NL - batch["ref_logp"]) * mask_NL
+        old_NL = batch["prox_logp" if recomputed else "logprobs"]
+        # Without a reference, its log-probs are 0.
+        kl_NL = torch.where(mask_NL, -own.kl_ctl * (old_NL - batch.get("ref_logp", 0.0)), 0.0)
         total_NL = kl_NL.clone()
         last_N = mask_NL.shape[1] - 1 - mask_NL.flip(1).long().argmax(1)
         total_NL[torch.arange(len(last_N)), last_N] += reward_N
         # GAE without a critic: its values are 0.
         advantage_NL = discounted_return(total_NL, mask_NL, gamma=own.discount * own.gae_lambda)
-        batch["advantages"] = masked_whiten(advantage_NL, mask_NL) if own.adv_norm else advantage_NL
+        batch["advantages"] = _normalized(advantage_NL, mask_NL) if own.adv_norm else advantage_NL
         batch["kl_rewards"], batch["tot_rewards"] = kl_NL, total_NL
 
     def ppo_update(self, batch: Mapping[str, Tensor]) -> list[dict[str, float]]:
         """Take ``ppo_n_minibatches`` optimizer steps; return the metrics of each."""
-        _expect(batch, "logprobs", "advantages")
-        own, entries = self.config, _for_engine(batch) | {"advantages": batch["advantages"]}
-        proximal = own.use_decoupled_loss or own.recompute_logprob
-        entries["old_logprobs"] = batch["prox_logp" if proximal else "logprobs"]
+        own = self.config
+        old = "prox_logp" if own.use_decoupled_loss or own.recompute_logprob else "logprobs"
+        _expect(batch, *dict.fromkeys(("logprobs", "advantages", old)))
+        entries = _for_engine(batch) | {"advantages": batch["advantages"], "old_logprobs": batch[old]}
         entries["rollout_logprobs"] = batch["logprobs"]
         clip: dict[str, Any] = {"clip_low": own.eps_clip, "clip_high": own.eps_clip, "dual_clip": own.c_clip}
         loss_fn = ppo_clip(**clip)
@@ -139,10 +146,11 @@ class FSDPPPOActor:
             input_,
             loss_fn,
             temperature=self.config.temperature,
-            max_grad_norm=self.config.optimizer.gradient_clipping,
+            max_grad_norm=self.config.optimizer.gradient_clipping if self.config.optimizer else None,
             max_tokens_per_micro_batch=self.config.mb_spec.max_tokens_per_mb,
         )
 
+    @takes("upload_weights()", meta=kind_of("a WeightUpdateMeta", WeightUpdateMeta))
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights to the engines that wait for them; their futures end then."""
         if not meta.waiting:
@@ -166,8 +174,10 @@ class FSDPPPOActor:
         self.engine.export(folder)
 
 
-def _actor_class(path: Path, optimizer: OptimizerConfig) -> Any:
+def _actor_class(path: Path, optimizer: OptimizerConfig | None) -> Any:
     def on_weights_materialized(self: Any) -> None:
+        if optimizer is None:
+            return
         self.optimizer = torch.optim.AdamW(
             self.parameters(),
             lr=optimizer.lr,
@@ -178,6 +188,17 @@ def _actor_class(path: Path, optimizer: OptimizerConfig) -> Any:
 
     members = {"on_weights_materialized": on_weights_materialized}
     return type("ArealActor", (HuggingFaceTrainModule, model_class(path)), members)
+
+
+def _normalized(value_NL: Tensor, mask_NL: Tensor) -> Tensor:
+    """Return ``(value - mean) / (sqrt(variance) + 1e-5)`` where the mask is, and 0 elsewhere; the variance is biased.
+
+    That is ``masked_normalization`` of AReaLite (areal/utils/functional.py at tag v0.3.0-lite), in its float64.
+    """
+    count = mask_NL.sum().clamp(min=1)
+    wide_NL = torch.where(mask_NL, value_NL.double(), 0.0)
+    centred_NL = torch.where(mask_NL, wide_NL - wide_NL.sum() / count, 0.0)
+    return (centred_NL / ((centred_NL.square().sum() / count).sqrt() + 1e-5)).float()
 
 
 def _expect(batch: Mapping[str, Tensor], *names: str) -> None:

@@ -58,6 +58,7 @@ class EpisodeEngine:
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
 
+    @takes("agenerate()", request=kind_of("a ModelRequest", ModelRequest))
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Sample one completion."""
         if request.gconfig.n_samples != 1:

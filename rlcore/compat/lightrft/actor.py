@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LambdaLR
 
 import rlcore
+from rlcore.arguments import COUNT, plain_number
 from rlcore.compat.lightrft.schedule import CosineSchedule
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
@@ -53,6 +54,10 @@ class ActorMethods(HuggingFaceTrainModule):
 
     def set_optimizer(self, **settings: Any) -> None:
         """Set ``lr``, ``betas``, ``weight_decay`` or ``eps`` of an optimizer that has not stepped yet."""
+        if unknown := settings.keys() - {"lr", "betas", "weight_decay", "eps"}:
+            raise InvalidInputError(
+                f"create_optimizer() has no setting {min(unknown)!r}; it takes lr, betas, weight_decay and eps"
+            )
         for group in self.optimizer.param_groups:
             group.update(settings if group["decays"] else settings | {"weight_decay": 0.0})
         if "lr" in settings:
@@ -121,6 +126,7 @@ class ActorLanguage(nn.Module):
         with rlcore.meta_device():
             kind: Any = type("LightRFTActor", (ActorMethods, model_class(self.pretrain)), {})
             self.model = kind.from_pretrained(self.pretrain)
+        self._vocab_size = self.model.output_head().weight.shape[0]
         self._engine: rlcore.TrainEngine | None = None
         self._sharding: Any = None
 
@@ -178,6 +184,7 @@ class ActorLanguage(nn.Module):
                 "give padded rows and the number of actions: it returns log-probs, and packs rows itself",
             )
         mask_NL = torch.ones_like(sequences) if attention_mask is None else attention_mask
+        _check_rows(sequences, mask_NL, num_actions, self._vocab_size)
         mask_NL = mask_NL.bool()
         scored_NL = mask_NL & (mask_NL.cumsum(1) > 1)  # nothing precedes a first token
         scored_NL[:, : sequences.shape[1] - num_actions] = False
@@ -202,3 +209,23 @@ class ActorLanguage(nn.Module):
         if not return_output:
             return actions(found.logprob)
         return actions(found.logprob), {} if found.entropy is None else {"action_entropy": actions(found.entropy)}
+
+
+def _check_rows(sequences: Tensor, attention_mask: Tensor, num_actions: int, vocab_size: int) -> None:
+    """Refuse what would be another's error in a worker, or on a GPU its end."""
+    given = {"sequences": sequences, "attention_mask": attention_mask}
+    if not all(isinstance(one, Tensor) and one.dim() == 2 and one.shape == sequences.shape for one in given.values()):
+        shapes = ", ".join(f"{name} {list(getattr(one, 'shape', ())) or type(one)}" for name, one in given.items())
+        raise InvalidInputError(f"ActorLanguage takes tensors [N, L] as sequences and attention_mask, got {shapes}")
+    if not (COUNT.has(plain_number(num_actions)) and num_actions <= sequences.shape[1]):
+        raise InvalidInputError(
+            f"num_actions counts the last columns of sequences, 1 to {sequences.shape[1]}; got {num_actions!r}"
+        )
+    token_T = sequences[attention_mask != 0]
+    if not len(token_T):
+        raise InvalidInputError("attention_mask is 0 everywhere; leave such a batch out")
+    if token_T.is_floating_point() or not 0 <= int(token_T.min()) <= int(token_T.max()) < vocab_size:
+        raise InvalidInputError(
+            f"sequences must hold token ids, 0 to {vocab_size - 1}, where attention_mask is not 0; got {token_T.dtype} "
+            f"{token_T.min().item()} to {token_T.max().item()}"
+        )

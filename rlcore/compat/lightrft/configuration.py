@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rlcore.arguments import AT_LEAST_0, COUNT, MAPPING, TEXT, WHOLE
+from rlcore.arguments import AT_LEAST_0, COUNT, LIST, MAPPING, NUMBER, TEXT, WHOLE, Kind, optional
 from rlcore.errors import InvalidInputError, UnsupportedError
 
 _NOT_HERE = {
@@ -16,11 +16,18 @@ _NOT_HERE = {
 """Flags that change what is computed in LightRFT, and would change nothing here."""
 
 
+_FLAG = Kind("True or False", lambda value: value in (True, False, None))
+_BETAS = Kind(
+    "a list or tuple of two numbers", lambda value: LIST.has(value) and len(value) == 2 and all(map(NUMBER.has, value))
+)
 _ACCEPTS = {
+    **dict.fromkeys(("bf16", "fsdp", "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "enable_engine_sleep"), _FLAG),
     **dict.fromkeys(("seed", "micro_train_batch_size", "train_batch_size", "zero_stage"), WHOLE),
     **dict.fromkeys(("engine_tp_size", "sp_size"), COUNT),
     **dict.fromkeys(("max_norm", "actor_learning_rate", "l2", "lr_warmup_ratio"), AT_LEAST_0),
     **dict.fromkeys(("train_options", "engine_options"), MAPPING),
+    "adam_betas": _BETAS,
+    "engine_mem_util": optional(AT_LEAST_0),
     "engine_type": TEXT,
 }
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from rlcore.arguments import WHOLE, optional
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError, UnsupportedError
 
@@ -33,33 +36,81 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
+    "stop": (None, "", [], ()),
 }
 """Parameters that rlcore does not have, and the values at which they do nothing: a completion has a token always."""
 _OF_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize")
 """They change the text of a completion, of which only the tokens are used."""
+_TRUNCATION = "truncate_prompt_tokens"
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_KNOWN = tuple(one.name for one in fields(SamplingParams))
 
 
 def sampling_params_of(given: Any) -> SamplingParams:
     """Return rlcore's parameters for those of a vLLM program (``vllm.SamplingParams``) or of an SGLang one (a dict)."""
-    if isinstance(given, SamplingParams):
-        return given
-    known = {one.name for one in fields(SamplingParams)}
-    if not isinstance(given, Mapping):  # what vLLM's class has beside these is left at its default by LightRFT
-        given = {name: getattr(given, name) for name in (*known, *_NEUTRAL) if hasattr(given, name)}
-    found: dict[str, Any] = {}
-    for given_name, value in given.items():
-        name = _NAMES.get(given_name, given_name)
-        if name in known:
-            found[name] = tuple(value or ()) if name == "stop_token_ids" else value
-        elif name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                raise UnsupportedError(f"the sampling parameter {name}={value!r}", f"only {_NEUTRAL[name][0]} is")
-        elif name not in _OF_TEXT:
-            raise InvalidInputError(
-                f"{given_name!r} is no sampling parameter here; accepted: {', '.join(sorted(known))}"
-            )
-    params = SamplingParams(**found)
+    params = given if isinstance(given, SamplingParams) else SamplingParams(**_translated(_given_fields(given)))
     if params.n != 1:
         raise InvalidInputError(f"sampling_params.n must be 1, got {params.n}; repeat a prompt for several completions")
     return params
+
+
+def prompts_of(given: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return prompts, each without what vLLM's ``truncate_prompt_tokens`` cuts off before its last tokens."""
+    most = None if isinstance(given, SamplingParams) else _given_fields(given).get(_TRUNCATION)
+    if not optional(WHOLE).has(most):
+        raise InvalidInputError(f"{_TRUNCATION} must be a whole number, or None; got {most!r}")
+    return [one[-max(most or 0, 0) :] for one in token_lists(prompts)]  # -1 is the model's own limit
+
+
+def token_lists(prompts: Any) -> list[list[int]]:
+    """Return the token ids of each prompt: of lists, arrays or tensors.
+
+    Raises:
+        InvalidInputError: a prompt is something else, such as a text.
+    """
+    try:
+        return [[operator.index(token) for token in one] for one in prompts]
+    except TypeError as error:
+        raise InvalidInputError(
+            f"prompt_token_ids takes a list of token ids for each prompt, got {prompts!r:.200}"
+        ) from error
+
+
+def _given_fields(given: Any) -> Mapping[str, Any]:
+    """Return the parameters of a dict or an object, by its names; of an object, without those it has at its defaults.
+
+    Those that mean something here are always there: their defaults are not rlcore's.
+    """
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    kind = type(given)
+    names = getattr(kind, "__struct_fields__", None) or getattr(given, "__dict__", None)  # vLLM's is msgspec's Struct
+    if names is None:
+        raise InvalidInputError(f"sampling_params must be a dict or an object such as vLLM's, got {given!r:.100}")
+    default, meant = None, (*_KNOWN, *_NAMES)
+    with contextlib.suppress(TypeError):  # a class without defaults
+        default = kind()
+    found = {name: getattr(given, name) for name in names if not name.startswith("_")}
+    return {
+        name: value
+        for name, value in found.items()
+        if name in meant or not hasattr(default, name) or value != getattr(default, name)
+    }
+
+
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for given_name, value in given.items():
+        name = _NAMES.get(given_name, given_name)
+        if name in found:
+            raise InvalidInputError(f"sampling_params have {name!r} by two names; give one")
+        if name in _KNOWN:
+            found[name] = () if name == "stop_token_ids" and value is None else value
+        elif name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                raise UnsupportedError(f"the sampling parameter {name}={value!r}", f"only {_NEUTRAL[name][0]} is")
+        elif name not in (*_OF_TEXT, "logprobs", _TRUNCATION):
+            raise InvalidInputError(
+                f"{given_name!r} is no sampling parameter here; accepted: {', '.join(sorted(_KNOWN))}"
+            )
+    return found

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rlcore.errors import UnsupportedError
+from rlcore.errors import InvalidInputError, UnsupportedError
 from rlcore.kernels.losses.penalty import KLKind
 from rlcore.ops import cpgd, kl, ppo_clip
 
@@ -51,6 +51,11 @@ class PolicyLoss(nn.Module):
         entropy_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the loss over the tokens of ``entropy_mask``, or else of ``action_mask``; all are [N, A]."""
+        if advantages.dim() != log_probs.dim():  # one value a row would be broadcast to one a column
+            raise InvalidInputError(
+                f"advantages must be [N, A] or [N, 1] for log_probs {list(log_probs.shape)}; got "
+                f"{list(advantages.shape)}"
+            )
         mask = action_mask if entropy_mask is None else entropy_mask
         if mask is not None:  # what stands at other tokens, NaN too, has no part in the gradient
             inputs = (log_probs, old_log_probs, advantages)
@@ -63,16 +68,22 @@ def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
 ) -> Tensor:
     """Return an estimate of the divergence from the base at each token, [N, A]."""
-    wide, base = log_probs.float(), log_probs_base.float()
-    value_NA, _ = kl(kind=cast(KLKind, kl_estimator), coef=1.0)(wide, None, {"ref_logprobs": base})
-    return value_NA if action_mask is None else value_NA * action_mask
+    log_ratio_NA = log_probs.float() - log_probs_base.float()
+    if action_mask is not None:
+        log_ratio_NA = _weighted(log_ratio_NA, action_mask)
+    nothing = torch.zeros_like(log_ratio_NA)
+    value_NA, _ = kl(kind=cast(KLKind, kl_estimator), coef=1.0)(log_ratio_NA, None, {"ref_logprobs": nothing})
+    return value_NA
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Return the mean where the mask is, 0 where it is nowhere."""
+    """Return the mean where the mask is, 0 where it is nowhere; numbers in a mask are weights, as in LightRFT's."""
     if mask is None:
-        return tensor.mean() if dim is None else tensor.mean(dim)
-    kept, count = torch.where(mask.bool(), tensor, 0), mask.bool()
-    if dim is None:
-        return kept.sum() / count.sum().clamp(min=1)
-    return kept.sum(dim) / count.sum(dim).clamp(min=1)
+        return tensor.mean(dim)
+    total = mask.sum(dim)
+    return _weighted(tensor, mask).sum(dim) / total.masked_fill(total == 0, 1)
+
+
+def _weighted(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Return ``tensor * mask``, and 0 where the mask is 0: also of what is no number."""
+    return torch.where(mask != 0, tensor, 0) * mask

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +29,7 @@ class SpmdProgram:
 
     def set_seed(self, seed: int) -> None:
         random.seed(seed)
+        np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
@@ -73,7 +75,8 @@ class SpmdProgram:
         """Return the tensors of all ranks, joined; a number counts as a tensor of one; of a dict each value."""
         if isinstance(data, Mapping):
             return {name: self.all_gather(value) for name, value in data.items()}
-        own = data if isinstance(data, Tensor) else torch.tensor([float(data)])
+        own = data if isinstance(data, Tensor) else torch.tensor(float(data))
+        own = own if own.dim() else own[None]
         if self.world_size == 1:
             return own.clone()
         sent = own.to(self.device.torch_device).contiguous()

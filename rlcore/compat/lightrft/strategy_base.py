@@ -22,7 +22,13 @@ from rlcore.collectives.default_group import all_gather_bytes
 from rlcore.compat.lightrft.actor import ActorLanguage
 from rlcore.compat.lightrft.configuration import StrategyConfig
 from rlcore.compat.lightrft.dataloader import ResumingSampler
-from rlcore.compat.lightrft.generation import EngineStatus, GeneratedSequence, sampling_params_of
+from rlcore.compat.lightrft.generation import (
+    EngineStatus,
+    GeneratedSequence,
+    prompts_of,
+    sampling_params_of,
+    token_lists,
+)
 from rlcore.compat.lightrft.spmd_program import SpmdProgram
 from rlcore.engines.checkpoints.manifest import committed
 from rlcore.errors import CheckpointError, StateError, UnsupportedError
@@ -252,6 +258,8 @@ class StrategyBase(SpmdProgram):
         Args:
             engine_type: an inference executor of rlcore, such as "vllm" or "hf".
         """
+        if self.inference_engine is not None:
+            raise StateError("there is an inference engine already; a strategy has one until close()")
         options: dict[str, Any] = {"dtype": "bfloat16" if self.config.bf16 else "float32"}
         if engine_type == "vllm" and self.config.engine_mem_util is not None:
             options["gpu_memory_utilization"] = self.config.engine_mem_util
@@ -306,7 +314,8 @@ class StrategyBase(SpmdProgram):
         if multi_modal_inputs is not None or prompt_token_ids is None:
             raise UnsupportedError("generation from images or videos", "token ids are: prompt_token_ids")
         params = sampling_params_of(sampling_params)
-        outputs = self.inference_engine.generate([list(one) for one in prompt_token_ids], params, progress=False)
+        prompts = prompts_of(sampling_params, prompt_token_ids)
+        outputs = self.inference_engine.generate(prompts, params, progress=False)
         return [
             GeneratedSequence(list(one.prompt_token_ids), one.outputs[0].token_ids, one.outputs[0].logprobs)
             for one in outputs
@@ -326,8 +335,10 @@ class StrategyBase(SpmdProgram):
         """Complete this rank's prompts; ranks that share an engine give it the prompts of all of them together."""
         if any(value is not None for values in (all_images, all_videos) for value in values or ()):
             raise UnsupportedError("generation from images or videos", "token ids are: all_prompt_token_ids")
+        if all_prompt_token_ids is None and all_prompts:
+            raise UnsupportedError("generation from texts alone", "token ids are: all_prompt_token_ids")
         self.wakeup_inference_engine()
-        own, rank = [list(one) for one in all_prompt_token_ids or ()], self.get_rank()
+        own, rank = token_lists([] if all_prompt_token_ids is None else all_prompt_token_ids), self.get_rank()
         parts = [own]
         if self.config.engine_tp_size > 1:
             parts = [json.loads(one) for one in all_gather_bytes(json.dumps(own).encode(), self.device.torch_device)]
@@ -394,6 +405,7 @@ class StrategyBase(SpmdProgram):
         for engine in (self.inference_engine, *(actor.engine for actor in self._actors)):
             if engine is not None:
                 engine.close()
+        self.inference_engine = None
 
 
 def _checkpoints_of(folder: Path) -> list[Path]:

@@ -62,6 +62,8 @@ def _check_lengths(datum: types.Datum, reads: Sequence[str], where: str) -> None
 
 
 def _check_values(datum: types.Datum, reads: Sequence[str], where: str, vocab_size: int) -> None:
+    if (given := datum.loss_fn_inputs["target_tokens"]).dtype != "int64":
+        raise InvalidInputError(f"{where} has target_tokens of {given.dtype}; give token ids, whole numbers")
     targets = [one for one in datum.loss_fn_inputs["target_tokens"].data if one != _NO_TARGET]
     for name, ids in (("model_input", datum.model_input.to_ints()), ("target_tokens", targets)):
         if bad := [one for one in ids if not 0 <= one < vocab_size]:

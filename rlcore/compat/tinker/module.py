@@ -72,6 +72,10 @@ class TinkerMethods(HuggingFaceTrainModule):
         self.optimizer.zero_grad()
         return norm
 
+    def reset_optimizer(self) -> None:
+        """Forget the moments, so that the next step is as the first one."""
+        self.optimizer.state.clear()
+
 
 def plain(params: AdamParams) -> dict[str, float]:
     return asdict(params)

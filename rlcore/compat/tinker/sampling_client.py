@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlcore.arguments import Kind, kind_of, plain_number, takes
+from rlcore.arguments import LIST, Kind, kind_of, plain_number, takes
 from rlcore.compat.tinker import types
 from rlcore.compat.tinker.futures import APIFuture, begins, ends
 from rlcore.compat.tinker.host import ModelHost, Snapshot
@@ -91,8 +92,7 @@ class SamplingClient:
         return self._host.base if self._snapshot is None else self._snapshot
 
     def _params(self, given: types.SamplingParams, num_samples: int, length: int) -> SamplingParams:
-        stops: list[Any] = [given.stop] if isinstance(given.stop, str) else list(given.stop or ())
-        ids = [self._token_of(one) if isinstance(one, str) else plain_number(one) for one in stops]
+        ids = [self._token_of(one) if isinstance(one, str) else plain_number(one) for one in _stops(given.stop)]
         max_tokens = given.max_tokens
         if max_tokens is None:
             longest = check_model_folder(Path(self._base_model)).config.get("max_position_embeddings")
@@ -117,6 +117,17 @@ class SamplingClient:
         if len(ids) != 1:
             raise UnsupportedError(f"stop={text!r}", f"it must be one token, and is {len(ids)}; give token ids")
         return int(ids[0])
+
+
+def _stops(given: Any) -> Sequence[Any]:
+    stop = given.tolist() if hasattr(given, "tolist") else given
+    if stop is None or isinstance(stop, str):
+        return [] if stop is None else [stop]
+    if not LIST.has(stop):
+        raise InvalidInputError(
+            f"SamplingParams.stop must be a text, or a list of texts or token ids, got {given!r:.100}"
+        )
+    return stop  # type: ignore[no-any-return]
 
 
 def _response(output: RequestOutput, prompt_logprobs: list[float | None] | None) -> types.SampleResponse:

@@ -132,16 +132,23 @@ class TrainingClient:
 
     @takes("load_state()", path=PATH)
     def load_state(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
-        """Read a checkpoint of ``save_state``; its optimizer, too."""
+        """Read the weights of a checkpoint of ``save_state``; the optimizer begins anew."""
+        return self._load(path, with_optimizer=False)
 
+    @takes("load_state_with_optimizer()", path=PATH)
+    def load_state_with_optimizer(self, path: str) -> APIFuture[types.LoadWeightsResponse]:
+        """Read the weights and the optimizer of a checkpoint of ``save_state``."""
+        return self._load(path, with_optimizer=True)
+
+    def _load(self, path: str, *, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
         def load() -> types.LoadWeightsResponse:
             self._host.note_change()
             self._host.train.load(path)
-            return types.LoadWeightsResponse(path)
+            if not with_optimizer:
+                self._host.train.reset_optimizer()
+            return types.LoadWeightsResponse(str(path))
 
         return self._host.submit(load)
-
-    load_state_with_optimizer = load_state
 
     def get_tokenizer(self) -> Any:
         return load_tokenizer(check_model_folder(Path(self._base_model)))
@@ -152,7 +159,7 @@ class TrainingClient:
     forward_async, forward_backward_async = begins(forward), begins(forward_backward)
     forward_backward_custom_async, optim_step_async = begins(forward_backward_custom), begins(optim_step)
     save_state_async, save_weights_for_sampler_async = begins(save_state), begins(save_weights_for_sampler)
-    load_state_async = load_state_with_optimizer_async = begins(load_state)
+    load_state_async, load_state_with_optimizer_async = begins(load_state), begins(load_state_with_optimizer)
     create_sampling_client_async, get_info_async = begins(create_sampling_client), begins(get_info)
     save_weights_and_get_sampling_client_async = ends(save_weights_and_get_sampling_client)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,12 @@ class TensorData:
     data: Sequence[float]
     dtype: Literal["int64", "float32"]
     shape: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise InvalidInputError(f"TensorData.dtype must be one of {', '.join(_DTYPES)}; got {self.dtype!r}")
+        if self.shape is not None and math.prod(self.shape) != len(self.data):
+            raise InvalidInputError(f"TensorData of shape {list(self.shape)} cannot have {len(self.data)} numbers")
 
     @classmethod
     def from_torch(cls, tensor: Tensor) -> Self:
