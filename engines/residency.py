@@ -104,6 +104,13 @@ class Residency:
         """Note that the engine holds nothing under ``tag``: an onload after a release needs no values."""
         self._absent.add(tag)
 
+    def is_absent(self, tag: str) -> bool:
+        return tag in self._absent
+
+    def declare_present(self, tag: str) -> None:
+        """Note that the engine has come to hold something under ``tag``."""
+        self._absent.discard(tag)
+
     def set(self, tag: str, state: State) -> None:
         self._states[tag] = state
 

@@ -29,7 +29,7 @@ from rlcore.engines.need_parallel import (
     split_arguments,
 )
 from rlcore.engines.rank_batch import SCORED, WEIGHT, rank_batches
-from rlcore.engines.residency import State
+from rlcore.engines.residency import Move, State
 from rlcore.engines.weight_sync.engines import WeightSync, as_targets
 from rlcore.engines.weight_sync.options import Checksums, RoundOptions, staging_bytes_of
 from rlcore.engines.weight_sync.transports.base import Route
@@ -182,6 +182,12 @@ class TrainEngine(CheckpointedEngine):
     def _refill(self) -> str:
         # A state dict of adapters does not have the base weights.
         return "load(path) or restart()" if self._has_adapters else "load(path), load_state_dict(state) or restart()"
+
+    def _planned(self, move: Move, tags: tuple[str, ...]) -> dict[str, State]:
+        asks = move is Move.META and "optimizer" in (tags or self.tags) and self._residency.is_absent("optimizer")
+        if asks and self.state["optimizer"] is not State.RELEASED and any(self._call(TrainExecutor.has_optimizer)):
+            self._residency.declare_present("optimizer")  # a method of the module has made one since the build
+        return super()._planned(move, tags)
 
     def _build_workers(self, options: dict[str, Any]) -> None:
         # Each worker gets a copy of the meta module, so that restart() has the original.

@@ -23,6 +23,7 @@ import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -409,28 +410,44 @@ class HuggingFaceTrainModule(TrainModule):
 
 
 def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
-    """Return every attribute of the module that is an optimizer; one that has several names by the first."""
-    found = {name: value for name, value in vars(module).items() if isinstance(value, Optimizer)}
-    return found if len(found) < 2 else _by_first_name(found)
+    """Return every optimizer that the module holds, by its name: see ``_held``."""
+    return _held(module, Optimizer)
 
 
 def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
-    """Return every attribute of the module that is a learning-rate scheduler, but for those that another one steps."""
-    found = {name: value for name, value in vars(module).items() if isinstance(value, LRScheduler)}
+    """Return every learning-rate scheduler that the module holds, but for those that another one steps."""
+    found = _held(module, LRScheduler)
     if len(found) < 2:
         return found
     parts = {id(part) for scheduler in found.values() for part in schedulers_in(scheduler)}
-    return {name: scheduler for name, scheduler in _by_first_name(found).items() if id(scheduler) not in parts}
+    return {name: scheduler for name, scheduler in found.items() if id(scheduler) not in parts}
 
 
 T = TypeVar("T")
+_LONGEST = 1000
+"""A longer list, tuple or dict holds data, and is not looked through."""
 
 
-def _by_first_name(found: Mapping[str, T]) -> dict[str, T]:
-    by_id: dict[int, tuple[str, T]] = {}
-    for name, value in found.items():
-        by_id.setdefault(id(value), (name, value))
-    return dict(by_id.values())
+def _held(module: nn.Module, kind: type[T]) -> dict[str, T]:
+    """Return the attributes of a kind, and what lists, tuples and dicts among them hold: ``optimizers.0``.
+
+    Each comes once, by the name of the fewest containers.
+    """
+    found: dict[int, tuple[str, T]] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [*vars(module).items()]
+    for name, value in waiting:  # it grows
+        if isinstance(value, kind):
+            found.setdefault(id(value), (name, value))
+        elif isinstance(value, list | tuple | dict) and len(value) <= _LONGEST and id(value) not in seen:
+            seen.add(id(value))
+            is_named = isinstance(value, dict) and {*map(type, value)} <= {str}
+            keys, parts = value if is_named else count(), value.values() if isinstance(value, dict) else value
+            wanted = (kind, list, tuple, dict)
+            waiting += [
+                (f"{name}.{key}", part) for key, part in zip(keys, parts, strict=False) if isinstance(part, wanted)
+            ]
+    return dict(found.values())
 
 
 def _by_own_prefix(names: Collection[str], own: Collection[str], prefix: str) -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -115,7 +117,7 @@ def check_optimizer_tensors(saved: Mapping[str, SavedTensor], optimizers: Mappin
     """Raise DamageError if a tensor is of no parameter of these optimizers."""
     counts = {name: sum(len(group["params"]) for group in held.param_groups) for name, held in optimizers.items()}
     for path in saved:
-        match path.split("/"):
+        match path.rsplit("/", 2):  # a name may have more
             case [name, index, _] if name in counts and index.isdecimal() and int(index) < counts[name]:
                 continue
         raise DamageError(
@@ -139,10 +141,11 @@ def restore_optimizer(
     parameters = _parameters(optimizer)
     state: dict[int, dict[str, Any]] = {index: dict(values) for index, values in saved.values.items()}
     for path, tensor in tensors.items():
-        owner, index, key = path.split("/")
+        owner, index, key = path.rsplit("/", 2)
         if owner == name:
             state.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], tensor)
-    optimizer.load_state_dict({"state": state, "param_groups": hyper_parameters(saved)})
+    own = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": like_own(own, hyper_parameters(saved))})
     for number, given in state.items():
         parameter = parameters[number]
         _keep_dtypes(parameter, given, optimizer.state.get(parameter, {}), weights.get(id(parameter)))
@@ -179,9 +182,24 @@ def hyper_parameters(saved: OptimizerState) -> list[dict[str, Any]]:
     return [{key: _tupled(key, value) for key, value in group.items()} for group in saved.groups]
 
 
-def plain_numbers(values: dict[str, Any]) -> dict[str, Any]:
+def plain_numbers(value: Any) -> Any:
     """Return hyper-parameters with tensors among them, such as a tensor lr, as numbers."""
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, dict) and not isinstance(value, Counter):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return type(value)(map(plain_numbers, value)) if type(value) in {list, tuple} else value
+
+
+def like_own(own: Any, plain: Any) -> Any:
+    """Return plain values with tensors where the module has them."""
+    if isinstance(own, Tensor):
+        return torch.full_like(own, plain)
+    if type(own) is type(plain) is dict:
+        return {key: like_own(own.get(key), item) for key, item in plain.items()}
+    if type(own) is type(plain) in {list, tuple} and len(own) == len(plain):
+        return type(own)(map(like_own, own, plain))
+    return plain
 
 
 def _tupled(key: str, value: Any) -> Any:

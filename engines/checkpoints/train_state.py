@@ -23,6 +23,7 @@ from rlcore.engines.checkpoints.optimizer_states import (
     check_optimizer,
     check_optimizer_tensors,
     labels,
+    like_own,
     plain_numbers,
     restore_optimizer,
     split_optimizer,
@@ -220,7 +221,7 @@ def restore(state: TrainState, module: nn.Module) -> None:
     for name, optimizer in optimizers_of(module).items():  # first: a class of the user's may refuse what it is given
         restore_optimizer(name, optimizer, state.plain.optimizers[name], state.tensors["optimizer"], by_id)
     for name, scheduler in schedulers_of(module).items():
-        scheduler.load_state_dict(state.plain.schedulers[name])
+        scheduler.load_state_dict(like_own(scheduler.state_dict(), state.plain.schedulers[name]))
     for name, value in named_values(module):
         if name in weights:
             local_part(value).copy_(weights[name].read(own_box(value)))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlcore.engines.checkpoints.optimizer_states import hyper_parameters, labels
+from rlcore.engines.checkpoints.optimizer_states import hyper_parameters, labels, like_own
 from rlcore.engines.checkpoints.saved_tensor import SavedTensor, TensorPart
 from rlcore.engines.checkpoints.train_state import Trained, TrainState, named_values
 from rlcore.engines.deepspeed._deepspeed_private import elements, masters, publish_masters
@@ -24,7 +24,7 @@ from rlcore.engines.deepspeed.partitions import Partitions, is_partitioned
 from rlcore.engines.deepspeed.zero import Zero
 from rlcore.engines.executors.materialize import lacking
 from rlcore.errors import CheckpointError
-from rlcore.nn import TrainModule, schedulers_of
+from rlcore.nn import TrainModule, optimizers_of, schedulers_of
 from rlcore.weights.source import WeightSource
 
 _STEP = "step"
@@ -86,10 +86,9 @@ class ZeroTrainState:
             shapes = {name: (value, value.shape) for name, value in named_values(module) if name not in left_out}
             labels_by_id = labels(module)
         weights = {name: self._weight(value, shape, with_values) for name, (value, shape) in shapes.items()}
-        optimizers: dict[str, Any] = {}
-        for name, value in vars(module).items():
-            if value is zero.optimizer and value is not None:
-                optimizers[name] = ZeroOptimizer(zero, zero.groups, self._optimizer_state)
+        optimizers: dict[str, Any] = {
+            name: ZeroOptimizer(zero, zero.groups, self._optimizer_state) for name in optimizers_of(module)
+        }
         return Trained(self._class_name, weights, left_out, labels_by_id, optimizers, schedulers_of(module))
 
     def _weight(self, value: Tensor, shape: torch.Size, with_values: bool) -> Tensor | TensorPart:
@@ -171,14 +170,14 @@ class ZeroTrainState:
             publish_masters(self._zero.zero_optimizer, self._zero.stage)
             self._restore_optimizer(state)
         for name, scheduler in schedulers_of(self._module).items():
-            scheduler.load_state_dict(state.plain.schedulers[name])
+            scheduler.load_state_dict(like_own(scheduler.state_dict(), state.plain.schedulers[name]))
         state.set_random_states()
 
     def _restore_optimizer(self, state: TrainState) -> None:
         ((name, plain),) = state.plain.optimizers.items()
         by_parameter: dict[int, dict[str, SavedTensor]] = {}
         for path, tensor in state.tensors["optimizer"].items():
-            _, index, key = path.split("/")
+            _, index, key = path.rsplit("/", 2)
             by_parameter.setdefault(int(index), {})[key] = tensor
         optimizer = self._zero.optimizer
         assert optimizer is not None

@@ -31,7 +31,7 @@ from rlcore.engines.sampling.request_queue import PauseMode, RequestQueue
 from rlcore.engines.weight_sync.channels.peers import call_each
 from rlcore.errors import UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
-from rlcore.nn import TrainModule
+from rlcore.nn import TrainModule, optimizers_of
 from rlcore.types import OffloadReport
 from rlcore.weights.view import Adapters
 
@@ -214,6 +214,10 @@ class TrainExecutor(_SyncEndpoint):
         Raises:
             CheckpointError: the module's source is missing, damaged or does not fit.
         """
+
+    def has_optimizer(self) -> bool:
+        """Return True if the module has an optimizer by now; a method of it may have made one since ``build``."""
+        return bool(optimizers_of(self.module))
 
     @abstractmethod
     def train_step(self, batch: RankBatch, loss_fn: LossFn, options: StepOptions) -> dict[str, float]:

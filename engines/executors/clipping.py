@@ -25,6 +25,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     ``torch.nn.utils.get_total_norm`` dispatches every one of hundreds of sharded tensors in Python, and the device
     waited 8 ms: here it gets local tensors. Those that are cut along the same dimensions of a mesh are summed at once.
     """
+    if not [gradient for gradient in gradients if isinstance(gradient, DTensor)]:
+        return torch.nn.utils.get_total_norm(gradients)
     by_cut: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = {}
     for gradient in gradients:
         by_cut.setdefault(_cut(gradient), []).append(local_part(gradient))

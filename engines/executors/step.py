@@ -69,7 +69,7 @@ def train_step(strategy: ShardingStrategy, batch: RankBatch, loss_fn: LossFn, op
         strategy.step(options.max_grad_norm, seen)
     finally:
         strategy.zero()
-    rates = {f"lr/{name}": optimizer.param_groups[0]["lr"] for name, optimizer in optimizers.items()}
+    rates = {f"lr/{name}": float(optimizer.param_groups[0]["lr"]) for name, optimizer in optimizers.items()}
     found = reading[0]() | rates
     if not math.isfinite(found["grad_norm"]):
         raise RlcoreError(

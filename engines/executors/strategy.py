@@ -16,6 +16,7 @@ from torch import Tensor
 from rlcore.compute_dtype import stop_computing
 from rlcore.device import Device
 from rlcore.engines.executors.clipping import clip_and_step, total_norm
+from rlcore.engines.executors.gradient_sums import GradientSums
 from rlcore.nn import TrainModule, optimizers_of
 from rlcore.packed.sequence_parallel import SequenceGroup
 from rlcore.routing.routers import Router, routers_of
@@ -43,6 +44,11 @@ class ShardingStrategy(ABC):
         self.device = device
         self.sequence_group = sequence_group
         self.num_alike = num_alike
+
+    @cached_property
+    def sums(self) -> GradientSums:
+        """The gradients of the module's parameters, as this rank holds them."""
+        return GradientSums(self.module.parameters())
 
     @cached_property
     def routers(self) -> list[Router]:
@@ -80,6 +86,7 @@ class ShardingStrategy(ABC):
             seen: is called with the norm before clipping, a scalar on the device, as soon as it is known.
         """
         phase = self.device.profiler.range
+        self.sums.narrow()
         with phase("train_batch: clip"):
             gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
             norm = total_norm(gradients)
@@ -93,6 +100,7 @@ class ShardingStrategy(ABC):
         self.module.zero_grad()
         for optimizer in optimizers_of(self.module).values():
             optimizer.zero_grad()
+        self.sums.narrow()  # after an error they are wide
 
     @abstractmethod
     def release(self) -> None:
@@ -111,6 +119,8 @@ class OneDevice(ShardingStrategy):
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
+        if not is_last:
+            self.sums.widen()
 
     def release(self) -> None:
         stop_computing(self.module)  # casts of parameters

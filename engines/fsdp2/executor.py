@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from rlcore.engines.checkpoints import train_state
@@ -17,14 +16,14 @@ from rlcore.engines.executors.deterministic import deterministic_algorithms, pre
 from rlcore.engines.executors.materialize import lacking, materialize, read_again
 from rlcore.engines.executors.sharded import ShardedExecutor
 from rlcore.engines.executors.strategy import OneDevice
+from rlcore.engines.fsdp2.optimizers import check_schedulers, check_sharded
 from rlcore.engines.fsdp2.sharding import Sharding, shard
 from rlcore.engines.fsdp2.strategy import Fsdp2Strategy
 from rlcore.engines.offload.group import GradientGroup, OffloadGroup, optimizer_tensors
 from rlcore.engines.offload.guards import Guard
 from rlcore.engines.weight_sync.module_source import ModuleSourceTensors
 from rlcore.engines.weight_sync.sender import Sender
-from rlcore.errors import UnsupportedError
-from rlcore.nn import TrainModule, optimizers_of, schedulers_of
+from rlcore.nn import TrainModule, optimizers_of
 from rlcore.rms_norm import use_device_norms
 from rlcore.weights.shards import local_part
 from rlcore.weights.source import WeightSource, open_weights
@@ -56,10 +55,10 @@ class Fsdp2Executor(ShardedExecutor):
         self.base = BaseWeights(module, found, local_part)
         module.train()
         module.on_weights_materialized()
-        _check_schedulers(module)
+        check_schedulers(module)
         self.module, self.strategy = module, OneDevice(module, self.device)
         if context.world_size > 1:
-            _check_optimizers(module)
+            check_sharded(module)
             reduce_each = sharding.reduce_each_micro_batch
             alike = sharding.tensor_parallel_size
             self.strategy = Fsdp2Strategy(module, self.device, group, num_alike=alike, reduce_each=reduce_each)
@@ -128,24 +127,3 @@ class _ModuleState:
 
     def restore(self, state: TrainState) -> None:
         train_state.restore(state, self._module)
-
-
-def _check_schedulers(module: TrainModule) -> None:
-    """Refuse what ``train_batch`` cannot step: it would fail when the weights have changed already."""
-    for name, scheduler in schedulers_of(module).items():
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise UnsupportedError(
-                f"{name} of {type(module).__name__}, a ReduceLROnPlateau,",
-                "train_batch() steps schedulers without a metric; keep it out of the module's attributes, and step it "
-                "by a method of the module",
-            )
-
-
-def _check_optimizers(module: TrainModule) -> None:
-    """Refuse optimizers that torch cannot run on sharded parameters: it would, after a backward, name an operator."""
-    for name, optimizer in optimizers_of(module).items():
-        if isinstance(optimizer, torch.optim.SGD) and any(group["fused"] for group in optimizer.param_groups):
-            raise UnsupportedError(
-                f"{name} of {type(module).__name__}, an SGD with fused=True, on several workers",
-                "torch has no such kernel for sharded parameters; leave fused out",
-            )

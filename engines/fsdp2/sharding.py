@@ -49,7 +49,7 @@ class Sharding:
 
     dtype: str = "float32"
     """Dtype of the parameters that are trained, and so of the optimizer's states; frozen ones have
-    ``compute_dtype``."""
+    ``compute_dtype``. Gradients of several micro-batches are added up in float32 all the same."""
     compute_dtype: str | None = None
     """Dtype of the parameters while they are gathered; None is ``dtype``. Gradients are reduced in float32. "float8" is
     bfloat16 whose blocks multiply in float8."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlcore.device import Device
 from rlcore.engines.executors.strategy import ShardingStrategy
+from rlcore.engines.fsdp2.optimizers import check_sharded
 from rlcore.engines.fsdp2.sharding import reshard
 from rlcore.nn import TrainModule
 from rlcore.packed.sequence_parallel import SequenceGroup
@@ -56,6 +57,12 @@ class Fsdp2Strategy(ShardingStrategy):
         self._root.set_requires_gradient_sync(self._reduce_each or is_last)
         num_ranks = dist.get_world_size() // self.num_alike  # FSDP divides gradients by it
         (loss * num_ranks).backward()  # type: ignore[no-untyped-call]
+        if self._reduce_each and not is_last:  # whole gradients FSDP itself adds up in float32
+            self.sums.widen()
+
+    def step(self, max_norm: float | None, seen: Callable[[Tensor], None]) -> None:
+        check_sharded(self.module)  # a method of the module may have made others than there were at the build
+        super().step(max_norm, seen)
 
     def release(self) -> None:
         reshard(self.module)

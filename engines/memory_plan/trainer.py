@@ -81,6 +81,27 @@ class _MetaDevice:
         return getattr(self._host, name)
 
 
+class _NamingSums(OneDevice):
+    """Names the gradients that are made of others, in another dtype."""
+
+    def __init__(self, *args: Any, named: Callable[[Tensor], None]) -> None:
+        super().__init__(*args)
+        self._named = named
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        super().backward(loss, is_last=is_last)
+        self._name_all()
+
+    def step(self, max_norm: float | None, seen: Callable[[Tensor], None]) -> None:
+        self.sums.narrow()
+        self._name_all()
+        super().step(max_norm, seen)
+
+    def _name_all(self) -> None:
+        for parameter in self.module.parameters():
+            self._named(parameter)
+
+
 class PlannedTrainer:
     """One rank of a train engine, alone with its module, whose tensors have sizes and no memory.
 
@@ -110,7 +131,7 @@ class PlannedTrainer:
         group = FirstOfGroup(self._sequences) if self._sequences > 1 else None
         if group is not None:
             module.share_sequences(group)
-        self._strategy = OneDevice(module, cast("Device", _MetaDevice()), group)
+        self._strategy = _NamingSums(module, cast("Device", _MetaDevice()), group, named=self._name_gradient)
         self._hold_module()
         self._workspaces = [torch.empty(size, dtype=torch.uint8, device=_META) for size in workspaces(device)]
         for workspace in self._workspaces:

@@ -62,9 +62,20 @@ def test_optimizers_and_schedulers_are_the_modules_attributes_of_these_kinds() -
     module.layer = nn.Linear(3, 2)
     module.slow, module.fast = (torch.optim.SGD(module.layer.parameters(), lr=lr) for lr in (0.1, 0.2))
     module.warmup = torch.optim.lr_scheduler.LinearLR(module.fast)
-    module.others = [module.slow]
+    module.alias, module.some = module.slow, [module.slow]
     assert optimizers_of(module) == {"slow": module.slow, "fast": module.fast}
     assert schedulers_of(module) == {"warmup": module.warmup}
+
+
+def test_optimizers_and_schedulers_in_lists_tuples_and_dicts_are_found_once_each() -> None:
+    module, parameter = TrainModule(), nn.Parameter(torch.zeros(1))
+    first, second, third, fourth = (torch.optim.SGD([parameter], lr=0.1) for _ in range(4))
+    module.last = module.parts = {"a/b": {"of": [first]}, "c": second}
+    module.parts["itself"] = module.parts
+    module.pairs = [(second, torch.optim.lr_scheduler.LinearLR(second)), {parameter: third}]
+    module.data = [fourth] * 1001
+    assert optimizers_of(module) == {"last.c": second, "last.a/b.of.0": first, "pairs.1.0": third}
+    assert schedulers_of(module) == {"pairs.0.1": module.pairs[0][1]}
 
 
 def test_an_error_of_another_library_names_the_folder_and_our_own_stays() -> None:

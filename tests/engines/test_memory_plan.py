@@ -30,7 +30,7 @@ from rlcore.packed.dry_runs import shared_dry_runs
 from rlcore.planned import PlannedDevice, planned_device, planning_for
 from rlcore.planning.model import planned_model
 from tests.planning import host_peak, peaks
-from tests.planning.peaks import MODELS, SETUPS, module_of
+from tests.planning.peaks import MODELS, SETUPS, as_recorded, module_of
 
 GPU = PlannedDevice("cuda", cores=132, arch=90)
 HOST = PlannedDevice("cpu")
@@ -98,6 +98,7 @@ def grown(peak: PhasePeak) -> int:
     ("name", "options"),
     [
         ("qwen2", {"activation_checkpointing": True}),
+        ("qwen2", {"dtype": "bfloat16"}),
         pytest.param("qwen2", {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("gemma3", {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
@@ -137,7 +138,8 @@ def test_a_plan_for_a_gpu_is_what_was_measured(measured: tuple[str, str, int | N
     batch, options = batch_of(wanted["lengths"]), step_options(wanted["max_tokens"])
     had_been_there = 0 if measured in FRESH else sum(workspaces(GPU))
     for real in peaks:
-        planned = trainer.train(batch, ppo_clip(), options)
+        with as_recorded():
+            planned = trainer.train(batch, ppo_clip(), options)
         assert LEAST * real <= planned.allocated - had_been_there <= MOST * real, (planned.allocated, real)
         assert planned.reserved >= planned.allocated
 
@@ -152,7 +154,8 @@ def test_what_the_start_of_a_process_leaves_is_planned_to_the_byte() -> None:
     trainer = PlannedTrainer(module_of(MODELS[model][0], None), Sharding(**wanted["build"]), GPU)
     batch, options = batch_of(wanted["lengths"]), step_options(wanted["max_tokens"])
     for step in ("train 1", "train 2"):
-        planned = trainer.train(batch, ppo_clip(), options)
+        with as_recorded():
+            planned = trainer.train(batch, ppo_clip(), options)
         assert {"peak": planned.allocated, "reserved": planned.reserved} == real[step]
 
 
@@ -169,6 +172,14 @@ def test_parts_add_up_and_gradients_of_an_earlier_micro_batch_count() -> None:
     assert 0 <= after.allocated - sum(after.parts.values()) < 0.05 * after.allocated  # what rounding adds
     assert alone.flops > 6 * 64 * (weights // 4 - 1024 * 128)
     assert trainer.held() == held
+
+
+def test_gradients_in_bfloat16_are_held_in_float32_between_micro_batches() -> None:
+    trainer = PlannedTrainer(module_of(SMALL["qwen2"], None), Sharding(dtype="bfloat16"), GPU)
+    trainer.make_optimizer_state()
+    weights = sum(parameter.nbytes for parameter in trainer.module.parameters())
+    parts = trainer.train(batch_of([64, 64]), ppo_clip(), step_options(64)).parts
+    assert 2 * weights <= parts["gradients"] < 2.1 * weights
 
 
 def test_a_product_that_is_added_is_counted_where_torch_cannot_run_it_on_meta() -> None:

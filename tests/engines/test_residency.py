@@ -17,6 +17,7 @@ from rlcore.ops import ppo_clip
 from tests.accuracy import assert_within_rounding
 
 from .train_batches import padded_batch
+from .train_policy import Regression, regression_weights
 
 
 def module_of(engine: rlcore.TrainEngine) -> Any:
@@ -48,6 +49,32 @@ def test_empty_weights_of_a_trainer_are_filled_by_what_it_names(engine: rlcore.T
             engine.offload("weights")
         fill()
         assert torch.equal(engine.forward_logprobs(padded_batch()), expected)
+
+
+def test_an_optimizer_that_a_method_made_is_not_taken_back_without_its_states() -> None:
+    """They would be undefined memory, as the release of all optimizers drops them."""
+
+    class Late(Regression):
+        def on_weights_materialized(self) -> None:
+            """Make no optimizer yet."""
+
+        def make_optimizer(self) -> None:
+            super().on_weights_materialized()
+
+    with rlcore.meta_device():
+        module = Late(regression_weights())
+    with rlcore.TrainEngine(module).build(devices="cpu") as engine:
+        engine.meta("optimizer")
+        engine.onload("optimizer")  # there is none
+        engine.make_optimizer()
+        train_once(engine)
+        for leave in (engine.meta, lambda tag: (engine.offload(tag), engine.meta(tag))):
+            leave("optimizer")
+            with pytest.raises(StateError, match=r"released its optimizer; call load\(path\), or restart\(\)"):
+                engine.onload("optimizer")
+            engine.restart()
+            engine.make_optimizer()
+            train_once(engine)
 
 
 def test_adapters_alone_do_not_fill_empty_weights(policy: Any, qwen2_folder: Path) -> None:

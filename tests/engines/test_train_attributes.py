@@ -13,10 +13,13 @@ from torch.optim.lr_scheduler import ConstantLR, LinearLR, ReduceLROnPlateau, Se
 
 import rlcore
 from rlcore.engines.fsdp2 import sharding
-from rlcore.errors import InvalidInputError, UnsupportedError
+from rlcore.engines.fsdp2.optimizers import check_sharded
+from rlcore.errors import InvalidInputError, UnsupportedError, WorkerError
 from rlcore.nn import OutputHead, TrainModule
 from rlcore.ops import reinforce
 from tests.accuracy import assert_same_bits
+
+from .train_batches import repeated
 
 VOCAB, HIDDEN = 7, 4
 
@@ -56,10 +59,10 @@ class Bigram(TrainModule):
         self.head.weight.square().sum().backward()
 
 
-def built(make: Callable[[Any], None] | None = None) -> rlcore.TrainEngine:
+def built(make: Callable[[Any], None] | None = None, **options: Any) -> rlcore.TrainEngine:
     with rlcore.meta_device():
         module = type("Made", (Bigram,), {"make_optimizers": make} if make else {})()
-    return rlcore.TrainEngine(module).build(devices="cpu:0")
+    return rlcore.TrainEngine(module).build(devices="cpu:0", **options)
 
 
 def batch() -> dict[str, Tensor]:
@@ -106,11 +109,93 @@ def test_two_schedulers_that_do_not_know_each_other_are_both_stepped() -> None:
     assert rates == [0.05, 0.05]  # halved by one, and doubled back by the other
 
 
+def test_optimizers_and_schedulers_in_lists_and_dicts_step_once_and_are_saved(tmp_path: Path) -> None:
+    def make(module: Any) -> None:
+        del module.optimizer
+        parts = {"em/bed": module.embed, "head": module.head}
+        module.optimizers = {name: torch.optim.AdamW(part.parameters(), lr=0.1) for name, part in parts.items()}
+        module.schedulers = [StepLR(optimizer, 1, 0.5) for optimizer in module.optimizers.values()]
+
+    def alone(module: Any) -> None:
+        module.optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        module.scheduler = StepLR(module.optimizer, 1, 0.5)
+
+    with built(make) as engine, built(alone) as expected:
+        for rate in (0.1, 0.05):
+            found = engine.train_batch(batch(), reinforce())
+            assert found["lr/optimizers.em/bed"] == found["lr/optimizers.head"] == rate
+            expected.train_batch(batch(), reinforce())
+        engine.save(tmp_path / "saved")
+        engine.train_batch(batch(), reinforce())
+        engine.load(tmp_path / "saved")
+        for each in (engine, expected):
+            assert each.train_batch(batch(), reinforce())[f"lr/{'optimizer' * (each is expected) or 'optimizers.head'}"]
+        for name, value in engine.state_dict().items():
+            assert_same_bits(value, expected.state_dict()[name], "the same steps")
+
+
+def test_a_rate_that_is_a_tensor_is_told_as_a_number_and_comes_back_as_a_tensor(tmp_path: Path) -> None:
+    def make(module: Any) -> None:
+        module.optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.1), fused=True)
+        module.scheduler = LinearLR(module.optimizer, total_iters=10)
+
+    with built(make) as engine:
+        rates = [engine.train_batch(batch(), reinforce())["lr/optimizer"] for _ in range(2)]
+        assert {*map(type, rates)} == {float} and rates[0] < rates[1]
+        engine.save(tmp_path / "saved")
+        expected = engine.train_batch(batch(), reinforce()), engine.state_dict()
+        engine.load(tmp_path / "saved")
+        assert engine.train_batch(batch(), reinforce()) == expected[0]
+        for name, value in engine.state_dict().items():
+            assert_same_bits(value, expected[1][name], "the same step")
+        assert isinstance(engine.executors[0].workers[0].worker.module.optimizer.param_groups[0]["lr"], Tensor)
+
+
+def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_micro_batches() -> None:
+    """16 alike sum to the gradient of one, to the bit: their weights are a 16th, and float32 has room for the sum."""
+
+    def make(module: Any) -> None:
+        module.optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def fails_at_the_second(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
+        if seen:
+            raise ValueError("planted")
+        seen.append(1)
+        return -logprob, {}
+
+    seen: list[int] = []
+    one, many = batch(), repeated(batch(), 16)
+    with built(make, dtype="bfloat16") as expected, built(make, dtype="bfloat16") as engine:
+        for _ in range(2):
+            norm = expected.train_batch(one, reinforce(), max_grad_norm=None)["grad_norm"]
+            found = engine.train_batch(many, reinforce(), max_grad_norm=None, max_tokens_per_micro_batch=6)
+            assert found["grad_norm"] == norm
+            for name, value in engine.state_dict().items():
+                assert_same_bits(value, expected.state_dict()[name], name)
+            with pytest.raises(WorkerError, match="planted"):  # the next step begins without its gradients
+                engine.train_batch(many, fails_at_the_second, max_tokens_per_micro_batch=6)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (torch.optim.Adafactor, "torch's Adafactor, on several workers is not supported.*use torch.optim.AdamW"),
+        (torch.optim.Rprop, "torch's Rprop, on several workers is not supported.*use torch.optim.AdamW"),
+        (lambda those: torch.optim.Adagrad(those, fused=True), "an Adagrad with fused=True, .*leave fused out"),
+    ],
+)
+def test_optimizers_that_cannot_step_shards_are_refused_by_name(make: Callable[..., Any], told: str) -> None:
+    module = Bigram()
+    module.some = [torch.optim.AdamW(module.embed.parameters()), make(module.head.parameters())]
+    with pytest.raises(UnsupportedError, match=rf"^some.1 of Bigram, {told}"):
+        check_sharded(module)
+
+
 def test_a_scheduler_that_needs_a_metric_is_refused_before_anything_is_trained() -> None:
     def make(module: Any) -> None:
-        module.scheduler = ReduceLROnPlateau(module.optimizer)
+        module.schedulers = [ReduceLROnPlateau(module.optimizer)]
 
-    with pytest.raises(UnsupportedError, match=r"scheduler of Made, a ReduceLROnPlateau, .* step it by a method"):
+    with pytest.raises(UnsupportedError, match=r"schedulers.0 of Made, a ReduceLROnPlateau, .* step it by a method"):
         built(make)
 
 

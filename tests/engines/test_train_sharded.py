@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import rlcore
-from rlcore.errors import InvalidInputError, RlcoreError, StateError, WorkerDiedError, WorkerError
+from rlcore.errors import InvalidInputError, RlcoreError, StateError, UnsupportedError, WorkerDiedError, WorkerError
 from rlcore.nn import OutputHead, TrainModule
 from rlcore.ops import ppo_clip
 from tests.accuracy import assert_as_accurate
 
 from .plain_training import Truth
-from .train_batches import VOCAB, assert_same_weights, packed_batch
+from .train_batches import VOCAB, assert_same_weights, packed_batch, repeated
 from .train_policy import Build, Place, places, policy_gradient, truth_of, truth_of_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the children cannot import this file
@@ -292,6 +292,35 @@ def test_a_fused_sgd_is_refused_where_torch_has_none(build: Build, shared_device
         pytest.raises(rlcore.RlcoreError, match=r"SGD with fused=True, on several workers.*leave fused out"),
     ):
         sharded.build(devices=shared_devices, data_parallel_size=2)
+
+
+def test_an_optimizer_that_a_method_made_and_torch_cannot_shard_is_refused_before_a_step(build: Build) -> None:
+    sharded = build(2)
+    before = sharded.state_dict()
+    sharded.make_rprop()
+    with pytest.raises(UnsupportedError, match=r"torch's Rprop, on several workers is not supported"):
+        sharded.train_batch(packed_batch(), ppo_clip())
+    assert_same_weights(sharded.state_dict(), before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rate_that_is_a_tensor(build: Build, truth: Truth, fused: bool) -> None:
+    sharded = build(2)
+    sharded.forget_steps(fused, torch.tensor(1e-2))
+    for _ in range(2):
+        truth.assert_step(sharded.train_batch(packed_batch(), ppo_clip()), packed_batch(), ppo_clip())
+    truth.assert_weights(sharded.state_dict())
+
+
+def test_gradients_in_bfloat16_that_are_exchanged_for_each_micro_batch_sum_in_float32(build: Build) -> None:
+    """16 alike sum to the gradient of one, to the bit: their weights are a 16th, and float32 has room for the sum."""
+    sharded = build(2, dtype="bfloat16", reduce_each_micro_batch=True)
+    norms = []
+    for times in (1, 16):
+        batch = repeated(packed_batch((9,)), 2 * times)
+        norms.append(sharded.train_batch(batch, policy_gradient, max_tokens_per_micro_batch=9)["grad_norm"])
+        sharded.load_state_dict(sharded.initial)
+    assert norms[0] == norms[1]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

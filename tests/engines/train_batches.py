@@ -41,6 +41,13 @@ def packed(padded: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def repeated(batch: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
+    """A packed batch of one sequence, so many times."""
+    length = len(batch["input_ids"])
+    rest = {name: value.repeat(times) for name, value in batch.items() if name != "cu_seqlens"}
+    return rest | {"cu_seqlens": torch.arange(times + 1, dtype=torch.int32) * length}
+
+
 def _contents(loss_mask: Tensor, num_sequences: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -84,11 +84,14 @@ def train_policy() -> Any:
         def on_weights_materialized(self) -> None:
             self.forget_steps()
 
-        def forget_steps(self, fused: bool = False) -> None:
+        def forget_steps(self, fused: bool = False, lr: float | Tensor = 1e-2) -> None:
             eps = 1e-3  # else the first step is the sign of the gradient, and that of a gradient of 0 is anything
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-            self.optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=eps, fused=fused)
+            self.optimizer = torch.optim.AdamW(trained, lr=lr, eps=eps, fused=fused)
             self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
+
+        def make_rprop(self) -> None:
+            self.optimizer = torch.optim.Rprop(self.parameters())
 
         def total(self, rows: Any, offset: int = 0) -> int:
             return sum(rows) + offset
