@@ -126,13 +126,17 @@ def engine_steps(
         def step(batch: Batch) -> float:
             return engine.train_batch(batch, loss_fn, max_tokens_per_micro_batch=setup.tokens)["grad_norm"]
 
+        def scored() -> Tensor:
+            return engine.forward_logprobs(batches[0], max_tokens_per_micro_batch=setup.tokens)
+
+        before_T = scored()
         norm, seconds = _times(setup, step, batches, lambda: engine.call("reset_peak"))
         peak = max(report["stats"].peak_allocated_bytes for report in engine.memory_report())
-        logprob_T = engine.forward_logprobs(batches[0], max_tokens_per_micro_batch=setup.tokens)
+        numbers = StepNumbers(before_T, scored(), norm)
         device = get_device(setup.device_names[0])
         is_here = not device.spec.is_host and len(setup.device_names) == 1  # the worker of several is another process
         seen = _work_seen(device, [lambda: step(batches[-1])] * 2) if tells_busy and is_here else None
-    return StepTimes(StepNumbers(logprob_T, norm), seconds[setup.warm_up :], seconds[0], build_s, peak, seen)
+    return StepTimes(numbers, seconds[setup.warm_up :], seconds[0], build_s, peak, seen)
 
 
 def _work_seen(device: Device, steps: Sequence[Callable[[], object]]) -> DeviceWork | None:
@@ -203,14 +207,20 @@ class PlainRank(BenchWorker):
             metrics.tolist()  # as a loop that prints them
             return float(norm)
 
+        before_T = self._all_logprobs(scored, batches[0])
         norm, seconds = _times(setup, step, batches, self.device.memory.reset_peak)
         peak = self.device.memory.stats().peak_allocated_bytes
-        logprob_T = torch.zeros(len(batches[0]["input_ids"]), device=self.device.torch_device)
+        numbers = StepNumbers(before_T, self._all_logprobs(scored, batches[0]), norm)
+        return StepTimes(numbers, seconds[setup.warm_up :], seconds[0], build_s, peak)
+
+    def _all_logprobs(self, scored: Any, batch: Batch) -> Tensor:
+        """Return the log-prob of each token of all ranks, on the host."""
+        logprob_T = torch.zeros(len(batch["input_ids"]), device=self.device.torch_device)
         with torch.no_grad():
-            place_S, logprob_S = self.logprobs(scored, batches[0])
+            place_S, logprob_S = self.logprobs(scored, batch)
         logprob_T[place_S] = logprob_S
         dist.all_reduce(logprob_T)  # each token is scored by one rank
-        return StepTimes(StepNumbers(logprob_T.cpu(), norm), seconds[setup.warm_up :], seconds[0], build_s, peak)
+        return logprob_T.cpu()
 
 
 def sharded(

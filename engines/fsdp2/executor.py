@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from rlcore.device import Device
 from rlcore.engines.checkpoints import train_state
 from rlcore.engines.checkpoints.train_state import Trained, TrainState
 from rlcore.engines.executors.base import COLLECTIVE_TIMEOUT_S
@@ -28,6 +31,10 @@ from rlcore.rms_norm import use_device_norms
 from rlcore.weights.shards import local_part
 from rlcore.weights.source import WeightSource, open_weights
 
+_log = logging.getLogger(__name__)
+_LARGE = 100_000_000
+"""A model of fewer parameters computes in either dtype before the host has said what is next."""
+
 
 class Fsdp2Executor(ShardedExecutor):
     """One rank: owns its shards of the module on one device."""
@@ -41,6 +48,8 @@ class Fsdp2Executor(ShardedExecutor):
         if sharding.deterministic:
             prepare_deterministic()
             self.arithmetic = deterministic_algorithms
+        if context.rank == 0 and (warning := float32_warning(module, sharding, self.device)):
+            _log.warning("%s", warning)
         module.measure_head()
         source = open_weights(module, sharding.torch_dtype)
         self.class_name = type(module).__name__  # FSDP changes it
@@ -108,6 +117,20 @@ class Fsdp2Executor(ShardedExecutor):
     def prepare_load(self) -> None:
         for group in self.offload_groups.values():
             group.forget()
+
+
+def float32_warning(module: nn.Module, sharding: Sharding, device: Device) -> str | None:
+    """Return a warning where a large model computes in float32 on an accelerator and nobody has asked for it."""
+    is_asked = sharding.compute_dtype is not None or sharding.dtype != "float32"
+    if is_asked or device.spec.is_host or torch.get_float32_matmul_precision() != "highest":
+        return None
+    if sum(parameter.numel() for parameter in module.parameters()) < _LARGE:
+        return None
+    return (
+        f"{type(module).__name__} computes in float32 on {device.name}; an H200 takes over ten times as long as in "
+        "bfloat16. Build with compute_dtype='bfloat16': the weights that the optimizer steps stay float32. Or say that "
+        "you want it so: compute_dtype='float32'"
+    )
 
 
 class _ModuleState:

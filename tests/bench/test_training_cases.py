@@ -204,6 +204,28 @@ def test_a_defect_of_what_ranks_exchange_is_found(
         expect_same(found, expected, allowed)
 
 
+class _Swapped(models.policy_class(TINY)):  # type: ignore[misc]
+    """A trainer that gives each token the state of another one."""
+
+    def hidden_states(self, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = super().hidden_states(batch)
+        return found.flip(0)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_float8_is_as_near_as_its_roundings_come_to(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.ModelShape("", 256, 512, 2, 4, 2, 512, head_size=64)
+    setup = train_steps.Setup(["cpu:0"], model, torch.bfloat16, tokens=64, warm_up=0, recomputes=False)
+    batches = [packed_batch(model.vocabulary, [32] * 2, seed=0)]
+    expected = train_steps.engine_steps(setup, batches).numbers
+    if not is_right:
+        monkeypatch.setattr(train_steps, "policy", lambda *args: models.policy(*args, _Swapped))
+    found = train_steps.engine_steps(setup, batches, compute_dtype="float8").numbers
+    assert not torch.equal(found.before_T, expected.before_T)
+    with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="log-probs are "):
+        expect_same(found, expected, tolerance(model, torch.bfloat16, 32, float8=True))
+
+
 @pytest.mark.slow
 def test_several_devices_are_also_shown_with_blocks_kept_and_beside_one(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = training._setup

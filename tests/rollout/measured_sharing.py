@@ -107,7 +107,7 @@ def main() -> None:
         rlcore.TrainEngine(learner(folder.path)) as train,
         rlcore.InferenceEngine(folder.path, executor=given.executor) as infer,
     ):
-        train.build(devices=given.train_on, launcher="process")
+        train.build(devices=given.train_on, launcher="process", compute_dtype=dtype_name(load.dtype))
         infer.build(devices=given.sample_on, launcher="process", dtype=dtype_name(load.dtype), **options)
         for bound in given.bounds:
             where = {"train_on": given.train_on, "sample_on": given.sample_on, "executor": given.executor}
