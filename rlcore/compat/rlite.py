@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import rlcore
-from rlcore.arguments import Kind, optional, takes
+from rlcore.arguments import COUNT, Kind, optional, takes
 from rlcore.engines.inference import InferenceEngine
 from rlcore.engines.need_parallel import NeedParallel
 from rlcore.engines.sampling.completion import RequestOutput
@@ -78,6 +78,8 @@ class _OnOwnDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to(self._own)
+        if func is torch.device:  # with an index beside the name, too
+            return self._own_if_cuda(func(*args, **(kwargs or {})))
         named = {name: self._own_if_cuda(value) for name, value in (kwargs or {}).items()}
         return func(*(self._own_if_cuda(value) for value in args), **named)
 
@@ -155,6 +157,10 @@ class RliteTrainEngine(TrainEngine):
             UnsupportedError: another ``pipeline_parallel_size`` or ``allow_colocate`` than the default.
         """
         _check_placement(pipeline_parallel_size, allow_colocate)
+        if not COUNT.has(tensor_parallel_size):
+            raise InvalidInputError(f"tensor_parallel_size must be {COUNT.words}, got {tensor_parallel_size!r}")
+        if data_parallel_size != -1 and not COUNT.has(data_parallel_size):
+            raise InvalidInputError(f"data_parallel_size must be {COUNT.words}, or -1, got {data_parallel_size!r}")
         self._num_shards = tensor_parallel_size
         replicas = 1 if data_parallel_size == -1 else data_parallel_size
         return super().build(data_parallel_size=tensor_parallel_size, replicas=replicas, **options)

@@ -342,6 +342,21 @@ def test_a_client_with_another_configuration_cannot_share_an_engine(clients: lis
     config.consumer_batch_size = 5  # of a program, after initialize()
     with pytest.raises(InvalidInputError, match="has consumer_batch_size=5, and"):
         areal.RemoteInfEngine(config).initialize(None)
+    config.consumer_batch_size = 2
+    config.options["dtype"] = "bfloat16"
+    with pytest.raises(InvalidInputError, match=r"has options=.*bfloat16.*, and"):
+        areal.RemoteInfEngine(config).initialize(None)
+
+
+def test_an_engine_may_be_among_the_options_of_a_client(path: Path) -> None:
+    actor = areal.FSDPPPOActor(areal.PPOActorConfig(path=str(path), options={"devices": "cpu"}))
+    actor.initialize(None)
+    options = {"colocate_with": actor.engine, "dtype": "float32"}
+    client = areal.RemoteInfEngine(areal.InferenceEngineConfig(model_path=str(path), options=options))
+    client.initialize(None)
+    assert client.rollout_batch([3], Answers())["rewards"].tolist() == [3]
+    client.destroy()
+    actor.destroy()
 
 
 def test_an_evaluation_that_failed_is_not_in_the_way_of_the_next(

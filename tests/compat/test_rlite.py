@@ -118,6 +118,10 @@ class Counting(rlite.nn.BaseTrainModule):
 
     def where(self, rows: list[int]) -> tuple[str, list[int]]:
         made = [torch.zeros(2, device="cuda"), torch.zeros(2).cuda(), torch.ones(1).to("cuda:0")]
+        made += [
+            torch.zeros(1, device=torch.device("cuda", 0)),
+            torch.zeros(1, device=torch.device(type="cuda", index=0)),
+        ]
         return str({one.device.type for one in made}), rows
 
     def num_own(self) -> int:
@@ -172,6 +176,9 @@ def test_arguments_of_build_are_taken_at_their_defaults(train: rlite.RliteTrainE
             engine.build(pipeline_parallel_size=2, devices="cpu")
         with pytest.raises(UnsupportedError, match=r"allow_colocate=False\) .* only True .* with not_colocate_with$"):
             engine.build(allow_colocate=False, devices="cpu")
+    for name, accepted in (("tensor_parallel_size", "1"), ("data_parallel_size", "1, or -1")):
+        with pytest.raises(InvalidInputError, match=rf"^{name} must be a whole number of at least {accepted}, got 0$"):
+            train.build(**{name: 0}, devices="cpu")
     train.build(pipeline_parallel_size=1, allow_colocate=True, devices="cpu")
     assert train.num_own() == [[3]]
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import rlcore
@@ -121,7 +120,8 @@ class RemoteInfEngine:
                     episode_timeout_s=self.config.request_timeout,
                 )
                 undone.pop_all()
-            self._servers[key] = _Server(copy.deepcopy(self.config), engine, controller)
+            kept = replace(self.config, options={**self.config.options})  # its options may have engines
+            self._servers[key] = _Server(kept, engine, controller)
         server = self._servers[key]
         _check_same(self.config, server.config)
         self._server = server

@@ -23,8 +23,8 @@ class PolicyLoss(nn.Module):
         clip_eps: float = 0.2,
         use_dapo: bool = False,
         use_cpg_loss: bool = False,
-        *,
         high_entropy_token_ratio: float = 0.0,
+        *,
         use_gspo: bool = False,
         use_gmpo: bool = False,
     ) -> None:
