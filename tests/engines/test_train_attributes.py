@@ -65,6 +65,10 @@ def built(make: Callable[[Any], None] | None = None, **options: Any) -> rlcore.T
     return rlcore.TrainEngine(module).build(devices="cpu:0", **options)
 
 
+def module_of(engine: rlcore.TrainEngine) -> Any:
+    return engine.executors[0].workers[0].worker.module
+
+
 def batch() -> dict[str, Tensor]:
     ids = torch.arange(6) % VOCAB
     return {"input_ids": ids, "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32), "advantages": torch.ones(6)}
@@ -148,7 +152,7 @@ def test_a_rate_that_is_a_tensor_is_told_as_a_number_and_comes_back_as_a_tensor(
         assert engine.train_batch(batch(), reinforce()) == expected[0]
         for name, value in engine.state_dict().items():
             assert_same_bits(value, expected[1][name], "the same step")
-        assert isinstance(engine.executors[0].workers[0].worker.module.optimizer.param_groups[0]["lr"], Tensor)
+        assert isinstance(module_of(engine).optimizer.param_groups[0]["lr"], Tensor)
 
 
 def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -158,9 +162,9 @@ def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_micro_batches() ->
         module.optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
 
     def fails_at_the_second(logprob: Tensor, entropy: Any, per_token: Any) -> Any:
-        if seen:
+        seen.append(len(logprob))
+        if len(seen) % 2 == 0:
             raise ValueError("planted")
-        seen.append(1)
         return -logprob, {}
 
     seen: list[int] = []
@@ -174,6 +178,8 @@ def test_gradients_in_bfloat16_do_not_depend_on_the_number_of_micro_batches() ->
                 assert_same_bits(value, expected.state_dict()[name], name)
             with pytest.raises(WorkerError, match="planted"):  # the next step begins without its gradients
                 engine.train_batch(many, fails_at_the_second, max_tokens_per_micro_batch=6)
+        engine.add_gradients()  # for an optimizer that a method steps
+        assert module_of(engine).head.weight.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,9 @@ def train_policy() -> Any:
             self.optimizer = torch.optim.AdamW(trained, lr=lr, eps=eps, fused=fused)
             self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=10)
 
-        def make_rprop(self) -> None:
-            self.optimizer = torch.optim.Rprop(self.parameters())
+        def take(self, kind: str, **options: Any) -> None:
+            """Train by another optimizer of torch."""
+            self.optimizer = getattr(torch.optim, kind)(self.parameters(), **options)
 
         def total(self, rows: Any, offset: int = 0) -> int:
             return sum(rows) + offset
