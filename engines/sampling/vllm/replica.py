@@ -45,6 +45,9 @@ class Replica:
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._num_waiting = 0
+        self._news = threading.Event()
+        """Set when ``collect`` may have something to say. It waits without the lock: the background thread would have
+        that again before who waits for a condition, step after step."""
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
@@ -116,12 +119,14 @@ class Replica:
 
     def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
         """Return what has ended; wait ``timeout_s`` for the first, unless nothing is under way or all is paused."""
-        with self.between_steps("collect"):
-            self._changed.wait_for(
-                lambda: self._failure or self._jobs.ready() or not self._jobs.samples or self._held, timeout_s
-            )
-            self._require_stepping()
-            return self._jobs.collect()
+        latest = time.monotonic() + timeout_s
+        while True:
+            with self.between_steps("collect"):
+                left_s = latest - time.monotonic()
+                if self._jobs.ready() or not self._jobs.samples or self._held or left_s <= 0:
+                    return self._jobs.collect()
+                self._news.clear()
+            self._news.wait(left_s)
 
     def progress(self) -> dict[int, int]:
         """Return the tokens that each request under way has so far, by its number."""
@@ -134,6 +139,7 @@ class Replica:
             chosen = self._jobs.submitted(numbers)
             self._drop(chosen)
             self._jobs.forget_outputs(numbers)
+            self._news.set()
             return len(chosen)
 
     def pause(self, mode: PauseMode) -> None:
@@ -145,6 +151,7 @@ class Replica:
             while mode == "wait" and self._jobs.samples:
                 self._step(())
             self._held.add(PAUSED)
+            self._news.set()
 
     def resume(self) -> None:
         """Go on after ``pause``."""
@@ -155,6 +162,7 @@ class Replica:
         """Make no step until this reason and all others are released."""
         with self._locked():
             self._held.add(reason)
+            self._news.set()
 
     def release(self, *reasons: str) -> None:
         with self._locked():
@@ -190,7 +198,7 @@ class Replica:
                         self._step(())
                 except BaseException as error:  # the next call raises it
                     self._failure = error
-                    self._changed.notify_all()
+                    self._news.set()
                     return
 
     def _step(self, counted: Sequence[int]) -> int:
@@ -200,7 +208,7 @@ class Replica:
             sample = self._jobs.samples.get(output.request_id)
             if sample is not None and self._take(output, sample):
                 num_ended += sample.job.number in counted
-        self._changed.notify_all()
+                self._news.set()
         return num_ended
 
     def _take(self, output: VllmRequestOutput, sample: RunningSample) -> bool:

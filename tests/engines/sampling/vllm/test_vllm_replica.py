@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -172,6 +175,54 @@ def test_a_sync_of_nothing_new_keeps_what_was_computed_with_the_weights(monkeypa
         executor.sync_call("commit", [(version, version, has_moved)])
         assert (replica.version, replica._held) == (version, set())
         assert resets == ["prefixes", "images", "encodings"], "once, by the first of the two"
+
+
+def test_a_collect_that_finds_nothing_is_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight update pauses the sampler after it: it would wait until the last sample has ended."""
+
+    def keep_the_interpreter() -> None:
+        until = time.perf_counter() + 0.002
+        while time.perf_counter() < until:
+            pass
+
+    monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
+    engine: Any = CachingEngine(num_steps=2000)
+    engine.before_step = keep_the_interpreter
+    replica = Replica(engine, vllm_processes(CONTEXT), READER, lambda: None)
+    replica.submit([0], [[1]], [SamplingParams()], 0)
+    try:
+        for _ in range(5):
+            assert replica.collect(timeout_s=0.01) == {}
+        assert len(engine.seen["0-0"]) < 1000
+        assert replica.abort(None) == 1
+    finally:
+        replica.close()
+
+
+@pytest.mark.parametrize("change", ["pause", "hold", "abort", "fail"])
+def test_what_changes_meanwhile_ends_a_collect(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
+    engine: Any = CachingEngine(num_steps=1 << 30)
+    goes_on = threading.Event()
+    engine.before_step = lambda: goes_on.wait(0.001)
+
+    def fail() -> None:
+        engine.before_step = lambda: 1 / 0
+
+    replica = Replica(engine, vllm_processes(CONTEXT), READER, lambda: None)
+    replica.submit([0], [[1]], [SamplingParams()], 0)
+    what = {"pause": lambda: replica.pause("keep"), "hold": lambda: replica.hold("a sync"), "fail": fail}
+    changed = threading.Timer(0.05, what.get(change, lambda: replica.abort(None)))
+    changed.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(RlcoreError, match="division by zero") if change == "fail" else contextlib.nullcontext():
+            assert replica.collect(timeout_s=60) == {}
+        assert time.monotonic() - began < 30
+    finally:
+        changed.join()
+        replica.resume()
+        replica.close()
 
 
 def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
