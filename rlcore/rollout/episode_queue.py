@@ -27,7 +27,7 @@ class _Source(msgspec.Struct):
 
 
 class QueueState(msgspec.Struct):
-    """What ``EpisodeQueue.snapshot`` returns: references to items and trajectories, which do not change any more."""
+    """A state of an ``EpisodeQueue``: references to items and to trajectories, which do not change any more."""
 
     version: _Count
     next_number: _Count
