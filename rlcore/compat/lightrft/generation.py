@@ -84,7 +84,7 @@ def _given_fields(given: Any) -> Mapping[str, Any]:
     if given is None or isinstance(given, Mapping):
         return given or {}
     kind, meant = type(given), (*_KNOWN, *_NAMES)
-    own = getattr(kind, "__struct_fields__", None) or getattr(given, "__dict__", ())  # vLLM's is msgspec's Struct
+    own: Sequence[str] = getattr(kind, "__struct_fields__", None) or [*getattr(given, "__dict__", ())]  # vLLM's, others
     names = [name for name in (*meant, *_NEUTRAL, _TRUNCATION) if hasattr(given, name)]
     if not (own or names):
         raise InvalidInputError(f"sampling_params must be a dict or an object such as vLLM's, got {given!r:.100}")
