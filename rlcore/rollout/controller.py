@@ -404,7 +404,8 @@ class RolloutController:
         is trained on once, whichever side is killed when. Items must be plain data for that.
         """
         with self._changed:
-            return self._episodes.state_dict()
+            state = self._episodes.snapshot()
+        return state.plain()  # the tokens are copied without the lock: episodes begin and end meanwhile
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``. Then call ``update_weights(train, version=controller.version)``.

@@ -83,6 +83,9 @@ class EngineDriver:
         self._is_out = False
         """It has ended, and ``on_failure`` has been told."""
         self._call_began: float | None = None
+        """When the last call of the step that is under way began."""
+        self._last_elsewhere = 0.0
+        """When ``stuck_s`` last found a worker's process busy for another engine."""
         self._thread = threading.Thread(target=self._run, name=f"rlcore-{name}", daemon=True)
         self._thread.start()
 
@@ -118,9 +121,17 @@ class EngineDriver:
         return bool(self._holders)
 
     def stuck_s(self) -> float:
-        """Return for how long the engine has not answered; 0 for one whose worker is this process."""
+        """Return for how long the engine has not answered; 0 for one whose worker is this process.
+
+        Time in which a worker's process was busy for another engine, such as the trainer, does not count. It is noted
+        at each look: later the process may have answered that call, and this engine not yet.
+        """
         began = self._call_began
-        return 0.0 if began is None or _is_inline(self.engine) else time.monotonic() - began
+        if began is None or _is_inline(self.engine):
+            return 0.0
+        if _is_busy_elsewhere(self.engine):
+            self._last_elsewhere = time.monotonic()
+        return time.monotonic() - max(began, self._last_elsewhere)
 
     def ask_to_pause(self, holder: object) -> None:
         """Have the driver's thread pause the engine: the caller need not wait for one that has stopped.
@@ -248,6 +259,7 @@ class EngineDriver:
         self._send(new)
         if not self._under_way:
             return
+        self._call_began = time.monotonic()
         for number, output in self.engine.collect(timeout_s=0.0 if self._new else _COLLECT_S).items():
             with self._changed:
                 request = self._under_way.pop(number, None)
@@ -256,20 +268,32 @@ class EngineDriver:
                 request.deliver(output)
 
     def _send(self, new: list[Request]) -> None:
-        """Submit requests together; where the engine refuses one, submit each alone, so that only that one fails."""
+        """Submit requests together; where the engine refuses one, submit halves, so that only that one fails."""
         if not new:
             return
+        if self._holders:  # what is refused in many parts would keep a weight update waiting
+            self._put_back(new)
+            return
+        self._call_began = time.monotonic()
         try:
             numbers = self.engine.submit([one.prompt for one in new], [one.params for one in new], max_in_flight=_MANY)
         except (InvalidInputError, UnsupportedError) as error:
-            if len(new) == 1:
-                if self._have_been_sent(new):
-                    new[0].deliver(error)
-            else:
-                for one in new:
-                    self._send([one])
-            return
-        self._have_been_sent(new, numbers)
+            if len(new) > 1:
+                half = len(new) // 2
+                self._send(new[:half])
+                self._send(new[half:])
+            elif self._have_been_sent(new):
+                new[0].deliver(error)
+        else:
+            self._have_been_sent(new, numbers)
+
+    def _put_back(self, requests: list[Request]) -> None:
+        """Send them after the pause, unless they went to ``on_failure`` before."""
+        kept = set(requests)
+        with self._changed:
+            if not self._is_ended:
+                self._sending = [one for one in self._sending if one not in kept]
+                self._new += requests
 
     def _have_been_sent(self, requests: list[Request], numbers: Sequence[int] = ()) -> bool:
         """Note that the engine has them, under these numbers; return False if they went to ``on_failure`` before."""
@@ -318,3 +342,10 @@ def _num_sent_together(requests: Sequence[Request]) -> int:
 def _is_inline(engine: InferenceEngine) -> bool:
     groups = getattr(engine, "executors", [])
     return any(worker.process_id == os.getpid() for group in groups for worker in group.workers)
+
+
+def _is_busy_elsewhere(engine: InferenceEngine) -> bool:
+    """Return True if a process of its workers runs a call of another engine, behind which its own wait."""
+    groups = getattr(engine, "executors", [])
+    calls = [(group.engine, worker.current) for group in groups for worker in group.workers]
+    return any(call is not None and call.engine != own for own, call in calls)

@@ -26,8 +26,8 @@ class _Source(msgspec.Struct):
     loader: Any
 
 
-class _QueueState(msgspec.Struct):
-    """The state that ``EpisodeQueue.state_dict`` returns."""
+class QueueState(msgspec.Struct):
+    """A state of an ``EpisodeQueue``: references to items and to trajectories, which do not change any more."""
 
     version: _Count
     next_number: _Count
@@ -37,12 +37,23 @@ class _QueueState(msgspec.Struct):
     staleness: list[tuple[int, int]]
     source: _Source
 
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain data. This copies each token: call it without a lock."""
+        ready = [[number, data, [one.plain() for one in each]] for number, data, each in self.ready]
+        return msgspec.structs.asdict(self) | {
+            "format": _FORMAT,
+            "queued": [list(item) for item in self.queued],
+            "ready": ready,
+            "staleness": [list(item) for item in self.staleness],
+            "source": msgspec.structs.asdict(self.source),
+        }
+
 
 class EpisodeQueue:
     """Keeps items and episodes in order. It is plain data: no threads, no clock.
 
     Locks: it has none. Whoever shares it between threads holds a lock around each use of a method or an attribute. No
-    method waits, and only ``fill`` and ``state_dict`` run a user's code: that of the dataloader.
+    method waits, and only ``fill`` and ``snapshot`` run a user's code: that of the dataloader.
 
     An episode that somebody waits for by itself has a number, and is counted, but is not kept here ("direct").
 
@@ -140,26 +151,22 @@ class EpisodeQueue:
             self._queue_again(number, data)
         return to_cancel
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return it as plain data; episodes that run are queued in it, and so are those that are no plain data."""
+    def snapshot(self) -> QueueState:
+        """Return the state; episodes that run are queued in it, and so are those that are no plain data."""
         plain = {number: one for number, one in self.ready.items() if all(t.is_plain for t in one.trajectories)}
         again = self._running | {number: one.data for number, one in self.ready.items() if number not in plain}
-        return {
-            "format": _FORMAT,
-            "version": self.bound.version,
-            "next_number": self._next_number,
-            "queued": [[number, data] for number, data in [*sorted(again.items()), *self.queued]],
-            "ready": [
-                [one.number, one.data, [trajectory.plain() for trajectory in one.trajectories]]
-                for _, one in sorted(plain.items())
-            ],
-            "counts": dict(self.counts),
-            "staleness": [list(item) for item in sorted(self.staleness.items())],
-            "source": self.source.state_dict(),
-        }
+        return QueueState(
+            version=self.bound.version,
+            next_number=self._next_number,
+            queued=[*sorted(again.items()), *self.queued],
+            ready=[(one.number, one.data, list(one.trajectories)) for _, one in sorted(plain.items())],
+            counts=dict(self.counts),
+            staleness=sorted(self.staleness.items()),
+            source=_Source(**self.source.state_dict()),
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``.
+        """Continue from the plain data of a ``snapshot``.
 
         Raises:
             StateError: it has had an episode already.
@@ -170,7 +177,7 @@ class EpisodeQueue:
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
             raise InvalidInputError(f"load_state_dict() takes what state_dict() returned, got {state!r:.200}")
         try:
-            found = msgspec.convert(state, _QueueState)
+            found = msgspec.convert(state, QueueState)
         except msgspec.ValidationError as error:
             raise InvalidInputError(f"load_state_dict() takes what state_dict() returned: {error}") from error
         self.bound.set_version(found.version)

@@ -5,10 +5,11 @@ Letters: N sequences, L longest sequence.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ class Trajectory:
             inputs: those of the turn's prompt, which are of all turns so far.
         """
         length = len(self.token_ids)
-        if list(prompt[:length]) != self.token_ids:
+        if len(prompt) < length or list(prompt[:length]) != self.token_ids:
             return None
         turn = Trajectory.of(prompt[length:], completion)
         joined = {
@@ -130,8 +131,16 @@ class Trajectory:
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain data, without the experts and the inputs beside the tokens."""
-        found = asdict(replace(self, routed_experts=None, inputs={}))
-        return found | {"loss_mask": list(self.loss_mask), "versions": list(self.versions)}
+        return {
+            "token_ids": list(self.token_ids),
+            "loss_mask": list(self.loss_mask),
+            "logprobs": list(self.logprobs),
+            "versions": list(self.versions),
+            "reward": self.reward,
+            "extra": copy.deepcopy(self.extra),
+            "routed_experts": None,
+            "inputs": {},
+        }
 
 
 def joined_turns(outputs: Iterable[RequestOutput]) -> list[Trajectory]:

@@ -1119,6 +1119,23 @@ def test_a_state_that_is_asked_for_while_a_dataloader_continues_has_its_place() 
         preparing.result(60)
 
 
+def test_episodes_are_submitted_while_a_state_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a large batch take seconds to copy, in which no episode could begin or end."""
+    plain = Trajectory.plain
+    with controller(batch_size=1, max_staleness=0) as rollout, ThreadPoolExecutor() as threads:
+
+        def slow(trajectory: Trajectory) -> dict[str, Any]:
+            threads.submit(rollout.submit, 2).result(timeout=5)
+            return plain(trajectory)
+
+        monkeypatch.setattr(Trajectory, "plain", slow)
+        rollout.submit(1)
+        until(lambda: rollout.stats.ended)
+        state = rollout.state_dict()
+        assert [data for _, data, _ in state["ready"]] == [1] and state["queued"] == []
+        assert [data for _, data in rollout.state_dict()["queued"]] == [2]
+
+
 @pytest.mark.parametrize(
     "beside", [{"routed_experts": torch.ones(2, 1, 2, dtype=torch.int16)}, {"inputs": {"pixels": torch.ones(1)}}]
 )
@@ -1131,7 +1148,7 @@ def test_a_finished_episode_that_is_no_plain_data_begins_anew_after_a_resume(bes
         trajectory = Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, 0], **extra)
         saved.end(EpisodeEnd(Episode(number, data, [trajectory]), "ended", 1), is_direct=False)
     queue = EpisodeQueue(StalenessBound(max_staleness=0, batch_size=2))
-    queue.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    queue.load_state_dict(json.loads(json.dumps(saved.snapshot().plain())))
     assert [one.data for one in queue.ready.values()] == ["two"] and list(queue.queued) == [(0, "one")]
 
 
@@ -1179,7 +1196,7 @@ def test_finished_episodes_that_a_smaller_bound_does_not_let_in_begin_anew_after
         episode = Episode(number, data, [Trajectory([1, 2], [False, True], [0.0, -1.0], [-1, version])])
         saved.end(EpisodeEnd(episode, "ended", 1), is_direct=False)
     queue = EpisodeQueue(StalenessBound(max_staleness=1, batch_size=1))
-    queue.load_state_dict(saved.state_dict())
+    queue.load_state_dict(saved.snapshot().plain())
     assert [one.data for one in queue.ready.values()] == ["of 1", "of 2"] and list(queue.queued) == [(0, "of 0")]
     assert queue.bound.ready == {1: 1, 2: 2} and queue.counts["too_stale"] == 1
 

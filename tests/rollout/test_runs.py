@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from rlcore.engines.sampling.completion import Completion, VersionSpan
+from rlcore.engines.sampling.completion import Completion, RequestOutput, VersionSpan
 from rlcore.rollout import Trajectory
 from rlcore.rollout.runs import Runs, joined
+from rlcore.rollout.trajectory import joined_turns
 
 LONG = 10**9  # entries that nobody can look at one by one
 
@@ -51,3 +54,29 @@ def test_a_trajectory_of_lists_is_that_of_spans_and_its_plain_data_are_lists() -
     assert type(plain["loss_mask"]) is type(plain["versions"]) is list
     assert (plain["loss_mask"], plain["versions"]) == (mask, versions)
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(plain)), Trajectory) == of_spans
+
+
+def test_plain_data_take_no_python_call_for_each_token() -> None:
+    calls: list[str] = []
+    size = 1000
+    long = Trajectory([1] * size, [True] * size, [0.0] * size, [0] * size, extra={"text": ""})
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        long.plain()
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 50 < size, calls[:50]
+
+
+def test_the_sequences_of_a_group_copy_no_prompt_to_see_that_none_continues_another() -> None:
+    slices = 0
+
+    class Prompt(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal slices
+            slices += isinstance(index, slice)
+            return super().__getitem__(index)
+
+    group = [Completion([one], [-1.0], "", "length", (VersionSpan(0, 0, 1),)) for one in range(8)]
+    assert len(joined_turns([RequestOutput(None, Prompt([1, 2, 3]), group)])) == 8
+    assert slices == 0
