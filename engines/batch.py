@@ -131,7 +131,7 @@ def to_packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     keep = {"input_ids": keep["input_ids"].long(), "cu_seqlens": keep["cu_seqlens"].to(torch.int32)}
     packed = keep | {name: _per_token(name, value, lengths_N) for name, value in host.items()}
     if "attention_mask" in packed:
-        _check_all_attended(packed.pop("attention_mask"))
+        _check_all_attended(packed["attention_mask"])
     return packed
 
 

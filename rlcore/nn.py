@@ -23,14 +23,13 @@ import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from rlcore._torch_private import schedulers_in
 from rlcore.compute_dtype import as_stored
@@ -417,10 +416,13 @@ def optimizers_of(module: nn.Module) -> dict[str, Optimizer]:
 def schedulers_of(module: nn.Module) -> dict[str, LRScheduler]:
     """Return every learning-rate scheduler that the module holds, but for those that another one steps."""
     found = _held(module, LRScheduler)
-    if len(found) < 2:
-        return found
-    parts = {id(part) for scheduler in found.values() for part in schedulers_in(scheduler)}
-    return {name: scheduler for name, scheduler in found.items() if id(scheduler) not in parts}
+    parts = {id(part) for scheduler in found.values() for part in schedulers_in(scheduler)} if len(found) > 1 else ()
+    return {name: one for name, one in found.items() if id(one) not in parts and not _is_set_aside(name, one)}
+
+
+def _is_set_aside(name: str, scheduler: LRScheduler) -> bool:
+    """Return True for one that takes a metric, in a list or dict: a method of the module steps it."""
+    return "." in name and isinstance(scheduler, ReduceLROnPlateau)
 
 
 T = TypeVar("T")
@@ -431,22 +433,20 @@ _LONGEST = 1000
 def _held(module: nn.Module, kind: type[T]) -> dict[str, T]:
     """Return the attributes of a kind, and what lists, tuples and dicts among them hold: ``optimizers.0``.
 
-    Each comes once, by the name of the fewest containers.
+    Each comes once, an attribute by its own name. What lies deeper is data: it may be large, and each step looks.
     """
     found: dict[int, tuple[str, T]] = {}
-    seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [*vars(module).items()]
-    for name, value in waiting:  # it grows
+    containers: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
         if isinstance(value, kind):
             found.setdefault(id(value), (name, value))
-        elif isinstance(value, list | tuple | dict) and len(value) <= _LONGEST and id(value) not in seen:
-            seen.add(id(value))
-            is_named = isinstance(value, dict) and {*map(type, value)} <= {str}
-            keys, parts = value if is_named else count(), value.values() if isinstance(value, dict) else value
-            wanted = (kind, list, tuple, dict)
-            waiting += [
-                (f"{name}.{key}", part) for key, part in zip(keys, parts, strict=False) if isinstance(part, wanted)
-            ]
+        elif type(value) in {list, tuple, dict} and len(value) <= _LONGEST:
+            containers.append((name, value))
+    for name, value in containers:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for number, (key, part) in enumerate(pairs):
+            if isinstance(part, kind):
+                found.setdefault(id(part), (f"{name}.{key if isinstance(key, str) else number}", part))
     return dict(found.values())
 
 

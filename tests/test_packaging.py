@@ -8,10 +8,13 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import rlcore
 from tests.clone import build, clone
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_found_from_the_folder_in_which_the_clone_lies(tmp_path: Path) -> None:
     copy = clone(tmp_path / "rlcore")
     with zipfile.ZipFile(build(copy, "editable", tmp_path)) as archive:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from rlcore.errors import UnsupportedError
@@ -14,9 +16,9 @@ def check_schedulers(module: TrainModule) -> None:
     for name, scheduler in schedulers_of(module).items():
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UnsupportedError(
-                f"{name} of {type(module).__name__}, a ReduceLROnPlateau,",
-                "train_batch() steps schedulers without a metric; keep it out of the module's attributes and the lists "
-                "and dicts among them, and step it by a method of the module",
+                f"{name} of {_class_name(module)}, a ReduceLROnPlateau,",
+                "train_batch() steps schedulers without a metric; keep it in a list of the module, and step it by a "
+                "method of the module",
             )
 
 
@@ -26,7 +28,7 @@ def check_sharded(module: TrainModule) -> None:
         if refused := _refused(optimizer):
             what, remedy = refused
             raise UnsupportedError(
-                f"{name} of {type(module).__name__}, {what}, on several workers",
+                f"{name} of {_class_name(module)}, {what}, on several workers",
                 f"torch has no such step of sharded parameters; {remedy}",
             )
 
@@ -39,3 +41,8 @@ def _refused(optimizer: Optimizer) -> tuple[str, str] | None:
     if is_fused and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
         return f"an {type(optimizer).__name__} with fused=True", "leave fused out"
     return None
+
+
+def _class_name(module: nn.Module) -> str:
+    """Return the name of the user's class, of which FSDP makes another one."""
+    return next(one.__name__ for one in type(module).__mro__ if not issubclass(one, FSDPModule))

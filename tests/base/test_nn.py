@@ -70,12 +70,13 @@ def test_optimizers_and_schedulers_are_the_modules_attributes_of_these_kinds() -
 def test_optimizers_and_schedulers_in_lists_tuples_and_dicts_are_found_once_each() -> None:
     module, parameter = TrainModule(), nn.Parameter(torch.zeros(1))
     first, second, third, fourth = (torch.optim.SGD([parameter], lr=0.1) for _ in range(4))
-    module.last = module.parts = {"a/b": {"of": [first]}, "c": second}
+    module.last = module.parts = {"a/b": first, "c": second, "deeper": [fourth]}
     module.parts["itself"] = module.parts
-    module.pairs = [(second, torch.optim.lr_scheduler.LinearLR(second)), {parameter: third}]
+    module.pairs = [second, torch.optim.lr_scheduler.LinearLR(second), {parameter: fourth}]
+    module.by_parameter = {parameter: third}
     module.data = [fourth] * 1001
-    assert optimizers_of(module) == {"last.c": second, "last.a/b.of.0": first, "pairs.1.0": third}
-    assert schedulers_of(module) == {"pairs.0.1": module.pairs[0][1]}
+    assert optimizers_of(module) == {"last.a/b": first, "last.c": second, "by_parameter.0": third}
+    assert schedulers_of(module) == {"pairs.1": module.pairs[1]}
 
 
 def test_an_error_of_another_library_names_the_folder_and_our_own_stays() -> None:

@@ -187,7 +187,7 @@ def on_one_device() -> OnOneDevice:
 @pytest.mark.parametrize(
     ("defect", "said"),
     [
-        ("own keys alone", "log-probs are "),
+        pytest.param("own keys alone", "log-probs are ", marks=pytest.mark.slow),
         pytest.param("", "", marks=pytest.mark.slow),
         pytest.param("rows of one rank swapped", "log-probs are ", marks=pytest.mark.slow),
         pytest.param("gradients not added up", "log-probs are .*; the norm of gradients is ", marks=pytest.mark.slow),

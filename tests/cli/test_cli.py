@@ -451,10 +451,11 @@ def test_interrupted_bench_run_keeps_what_is_done_and_exits_with_130(end: signal
     ("options", "how"),
     [
         ([], r"-o (rlcore-bench-cpu-\w+\.json) --continue"),
-        pytest.param(["-o", "mine.json"], "--continue", marks=pytest.mark.slow),
-        pytest.param(["-o", "mine.json", "--force"], "--continue instead of --force", marks=pytest.mark.slow),
+        (["-o", "mine.json"], "--continue"),
+        (["-o", "mine.json", "--force"], "--continue instead of --force"),
     ],
 )
+@pytest.mark.slow
 def test_what_does_the_rest_of_an_interrupted_run_is_a_command_that_does_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], how: str
 ) -> None:

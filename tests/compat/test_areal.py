@@ -339,6 +339,10 @@ def test_a_client_with_another_configuration_cannot_share_an_engine(clients: lis
         client.destroy()
         with pytest.raises(StateError, match="the rollout engine is not initialized"):
             client.get_version()
+    evaluates = areal.RemoteInfEngine(replace(config, max_head_offpolicyness=10**12))
+    evaluates.initialize(None)
+    assert evaluates.get_version() == 10**12, "as after set_version(10**12)"
+    evaluates.destroy()
     config.consumer_batch_size = 5  # of a program, after initialize()
     with pytest.raises(InvalidInputError, match="has consumer_batch_size=5, and"):
         areal.RemoteInfEngine(config).initialize(None)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -348,6 +348,21 @@ class SglangParams:
         self.max_new_tokens, self.stop_token_ids = max_new_tokens, {7}
 
 
+class OfClass:
+    max_tokens = 7
+
+
+class OfSlots:
+    __slots__ = ("max_tokens",)
+
+    def __init__(self) -> None:
+        self.max_tokens = 7
+
+
+class OfTuple(NamedTuple):
+    max_tokens: int = 7
+
+
 def test_what_an_object_of_sampling_params_asks_for_is_done_or_refused() -> None:
     of_lightrft = VllmParams(max_tokens=7, min_tokens=1, truncate_prompt_tokens=2, logprobs=1)
     of_lightrft._all_stop_token_ids.add(3)
@@ -358,6 +373,8 @@ def test_what_an_object_of_sampling_params_asks_for_is_done_or_refused() -> None
         assert sampling_params_of(whole) == SamplingParams()
     assert sampling_params_of(SglangParams(9)) == SamplingParams(max_tokens=9, stop_token_ids=(7,))
     assert sampling_params_of({"stop": [], "stop_token_ids": None}) == SamplingParams()
+    for other in (OfClass(), OfSlots(), OfTuple()):
+        assert sampling_params_of(other) == SamplingParams(max_tokens=7)
     for given, told in (
         (VllmParams(stop="x"), r"the sampling parameter stop='x' is not supported: only None is"),
         (VllmParams(stop=["x"]), r"the sampling parameter stop=\['x'\]"),

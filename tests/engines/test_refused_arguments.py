@@ -142,6 +142,11 @@ def test_a_packed_batch_with_masked_tokens_is_refused(engine: rlcore.TrainEngine
     whole = torch.ones_like(batch["input_ids"])
     kept = engine.eval_batch(batch, ppo_clip())["loss"]
     assert engine.eval_batch(batch | {"attention_mask": whole}, ppo_clip())["loss"] == kept
+
+    def counts(logprob: torch.Tensor, entropy: Any, per_token: Any) -> Any:
+        return logprob, {"attended_mean": per_token["attention_mask"].float()}
+
+    assert engine.eval_batch(batch | {"attention_mask": whole}, counts)["attended_mean"] == 1
     one, sequence = whole.clone(), torch.ones(7)
     one[3] = sequence[2] = 0
     message = r"^attention_mask is (0|0.0|False) for token \d+ of a packed batch, .*; leave it out of input_ids and"

@@ -15,7 +15,7 @@ import rlcore
 from rlcore.engines.fsdp2 import sharding
 from rlcore.engines.fsdp2.optimizers import check_sharded
 from rlcore.errors import InvalidInputError, UnsupportedError, WorkerError
-from rlcore.nn import OutputHead, TrainModule
+from rlcore.nn import OutputHead, TrainModule, optimizers_of
 from rlcore.ops import reinforce
 from tests.accuracy import assert_same_bits
 
@@ -199,10 +199,33 @@ def test_optimizers_that_cannot_step_shards_are_refused_by_name(make: Callable[.
 
 def test_a_scheduler_that_needs_a_metric_is_refused_before_anything_is_trained() -> None:
     def make(module: Any) -> None:
-        module.schedulers = [ReduceLROnPlateau(module.optimizer)]
+        module.scheduler = ReduceLROnPlateau(module.optimizer)
 
-    with pytest.raises(UnsupportedError, match=r"schedulers.0 of Made, a ReduceLROnPlateau, .* step it by a method"):
+    with pytest.raises(UnsupportedError, match=r"scheduler of Made, a ReduceLROnPlateau, .* in a list .* by a method"):
         built(make)
+
+
+def test_a_scheduler_that_needs_a_metric_is_left_to_a_method_of_the_module_in_a_list() -> None:
+    def make(module: Any) -> None:
+        module.set_aside = [ReduceLROnPlateau(module.optimizer)]
+
+    with built(make) as engine:
+        assert engine.train_batch(batch(), reinforce())["lr/optimizer"] == 0.1
+
+
+class _Unread(dict[str, Any]):
+    def values(self) -> Any:
+        raise AssertionError("somebody looks through the user's data")
+
+    __iter__ = items = values
+
+
+def test_what_lies_deeper_in_a_modules_data_is_not_looked_through() -> None:
+    module = Bigram()
+    module.history = [[_Unread()], {"step": _Unread()}]
+    module.lazy = _Unread()
+    module.kept = {"embed": torch.optim.SGD(module.embed.parameters())}
+    assert [*optimizers_of(module)] == ["kept.embed"]
 
 
 def test_a_checkpoint_is_continued_without_the_gradients_that_were_there(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ TESTS = [str(LAUNCHER.with_name(name)) for name in ("ranked_heads.py", "ranked_l
 @pytest.mark.parametrize(
     ("device", "size"),
     [
-        ("cpu", 3),
+        pytest.param("cpu", 3, marks=pytest.mark.slow),
         pytest.param("cpu", 2, marks=pytest.mark.slow),
         pytest.param("cuda", 2, marks=pytest.mark.multigpu),
     ],

@@ -73,7 +73,17 @@ class _Server:
     num_clients: int = 0
 
 
+_FAR = 10**6
+"""A version, or a bound of staleness, that is so far ahead is that of a client for evaluation."""
+
+
+def _is_for_evaluation(config: InferenceEngineConfig, first: InferenceEngineConfig) -> bool:
+    return config.max_head_offpolicyness > first.max_head_offpolicyness + _FAR
+
+
 def _check_same(config: InferenceEngineConfig, first: InferenceEngineConfig) -> None:
+    if _is_for_evaluation(config, first):
+        first = replace(first, max_head_offpolicyness=config.max_head_offpolicyness)
     for name in (one.name for one in fields(InferenceEngineConfig) if one.name != "model_path"):
         own, other = getattr(config, name), getattr(first, name)
         if own != other:
@@ -124,6 +134,8 @@ class RemoteInfEngine:
             self._servers[key] = _Server(kept, engine, controller)
         server = self._servers[key]
         _check_same(self.config, server.config)
+        if _is_for_evaluation(self.config, server.config):
+            self._eval_version = self.config.max_head_offpolicyness
         self._server = server
         server.num_clients += 1
 
@@ -150,7 +162,7 @@ class RemoteInfEngine:
     @takes("set_version()", version=WHOLE)
     def set_version(self, version: int) -> None:
         """Tell the version of the weights. One that is far ahead makes a client for evaluation, as in AReaLite."""
-        if version > self.controller.version + 10**6:
+        if version > self.controller.version + _FAR:
             self._eval_version = version
         else:
             self.controller.set_version(version)

@@ -83,14 +83,15 @@ def _given_fields(given: Any) -> Mapping[str, Any]:
     """
     if given is None or isinstance(given, Mapping):
         return given or {}
-    kind = type(given)
-    names = getattr(kind, "__struct_fields__", None) or getattr(given, "__dict__", None)  # vLLM's is msgspec's Struct
-    if names is None:
+    kind, meant = type(given), (*_KNOWN, *_NAMES)
+    own: Sequence[str] = getattr(kind, "__struct_fields__", None) or [*getattr(given, "__dict__", ())]  # vLLM's, others
+    names = [name for name in (*meant, *_NEUTRAL, _TRUNCATION) if hasattr(given, name)]
+    if not (own or names):
         raise InvalidInputError(f"sampling_params must be a dict or an object such as vLLM's, got {given!r:.100}")
-    default, meant = None, (*_KNOWN, *_NAMES)
+    default = None
     with contextlib.suppress(TypeError):  # a class without defaults
         default = kind()
-    found = {name: getattr(given, name) for name in names if not name.startswith("_")}
+    found = {name: getattr(given, name) for name in (*own, *names) if not name.startswith("_")}
     return {
         name: value
         for name, value in found.items()

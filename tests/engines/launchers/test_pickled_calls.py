@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from collections.abc import Callable
 from unittest import mock
@@ -93,7 +92,6 @@ def test_arguments_that_all_workers_share_are_pickled_once() -> None:
         # An object that has gone leaves its id to the next, which is another argument.
         for value in range(20):
             assert pickle.loads(dumped([value])[0])[1] == [[value]]
-            gc.collect()
     assert dumped(shared, size=3) is not dumped(shared, size=3), "between two calls anything may change"
 
 
