@@ -24,7 +24,7 @@ class PromptJob:
     prompt: str | None
     token_ids: list[int]
     ended: list[Callable[[], Completion] | None]
-    """What makes the completion of each sample, once that has ended."""
+    """For each sample that has ended, a function that makes its completion."""
 
     @property
     def is_done(self) -> bool:
