@@ -8,11 +8,13 @@ are updated; until then, with no engine left, requests wait.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from rlcore.engines.sampling.completion import RequestOutput
@@ -238,16 +240,20 @@ class Fleet:
         self._on_change()
 
     def _restarted(self, indices: set[int]) -> list[int]:
-        """Restart these engines; return the indices of those that start."""
-        restarted = []
-        for index in sorted(indices):
-            try:
-                self.engines[index].restart()
-                restarted.append(index)
-            except RlcoreError as error:
-                self.failures[index] = error
-                _log.warning("%s could not be restarted: %s", self.lane(index), first_line(error))
-        return restarted
+        """Restart these engines, all at once; return the indices of those that start."""
+        with ThreadPoolExecutor(max(1, len(indices))) as threads:
+            each = map if len(indices) < 2 else threads.map  # Ctrl-C ends the restart of one alone
+            return list(itertools.compress(sorted(indices), each(self._restart, sorted(indices))))
+
+    def _restart(self, index: int) -> bool:
+        """Restart an engine; return False if it does not start, and note why."""
+        try:
+            self.engines[index].restart()
+        except RlcoreError as error:
+            self.failures[index] = error
+            _log.warning("%s could not be restarted: %s", self.lane(index), first_line(error))
+            return False
+        return True
 
     def _bring_back(self, indices: Sequence[int]) -> None:
         with self._lock:

@@ -914,6 +914,27 @@ def test_an_engine_that_does_not_start_is_restarted_once_in_an_update() -> None:
         assert rollout.num_healthy == 1
 
 
+def test_engines_that_are_out_are_restarted_at_once_and_those_that_do_not_start_say_so() -> None:
+    """A large engine takes minutes to start, and the trainer waits."""
+    engines = [SimulatedEngine() for _ in range(3)]
+    begun = threading.Barrier(len(engines), timeout=20)  # each restart waits until all have begun
+
+    def restart(engine: SimulatedEngine) -> None:
+        begun.wait()
+        if engine is engines[1]:
+            raise StateError("planted: it does not start")
+        SimulatedEngine.restart(engine)
+
+    trainer = SimulatedTrainer()
+    with controller(engines) as rollout:
+        for driver, engine in zip(rollout._fleet._drivers, engines, strict=True):
+            driver.end(StateError("planted: it died"))
+            engine.restart = functools.partial(restart, engine)  # type: ignore[method-assign]
+        rollout.update_weights(trainer)
+        assert trainer.synced == [2] and rollout.num_healthy == 2
+        assert str(rollout._fleet.failures[1]) == "planted: it does not start"
+
+
 def test_ctrl_c_while_engines_are_asked_to_pause_leaves_none_paused() -> None:
     with controller([SimulatedEngine(), SimulatedEngine()]) as rollout:
         driver = rollout._fleet._drivers[1]
