@@ -7,6 +7,7 @@ for a weight update. Requests that are under way then stay, and go on with the n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _COLLECT_S = 0.02
 """How long one call of ``collect`` waits: as long may a weight update have to wait for the driver."""
+_SENT_SAMPLES = 32
+"""How many samples are sent together: an engine takes a millisecond for each, and makes no step meanwhile."""
 _MANY = 1 << 30
 
 
@@ -242,12 +245,13 @@ class EngineDriver:
 
     def _taken(self) -> tuple[list[Request], list[int]]:
         with self._changed:
-            new = [one for one in self._new if not one.is_cancelled]
+            wanted = [one for one in self._new if not one.is_cancelled]
             cancelled = [number for number, one in self._under_way.items() if one.is_cancelled]
             self._leave([one for one in self._new if one.is_cancelled])
             self._leave([self._under_way.pop(number) for number in cancelled])
-            self._sending, self._new = list(new), []
-        return new, cancelled
+            count = _num_sent_together(wanted)
+            self._sending, self._new = wanted[:count], wanted[count:]
+            return self._sending, cancelled
 
     def _step(self, new: list[Request], cancelled: list[int]) -> None:
         if cancelled:
@@ -256,7 +260,7 @@ class EngineDriver:
         if not self._under_way:
             return
         self._call_began = time.monotonic()
-        for number, output in self.engine.collect(timeout_s=_COLLECT_S).items():
+        for number, output in self.engine.collect(timeout_s=0.0 if self._new else _COLLECT_S).items():
             with self._changed:
                 request = self._under_way.pop(number, None)
                 self._leave([request] if request else [])
@@ -327,6 +331,12 @@ def paused(drivers: Sequence[EngineDriver]) -> Iterator[None]:
             driver.ask_to_resume(holder)
         for driver in drivers:
             driver.await_resume()
+
+
+def _num_sent_together(requests: Sequence[Request]) -> int:
+    """Return how many of these are sent now; between two parts, others get steps, are cancelled, or pause them."""
+    samples = itertools.accumulate(one.params.n for one in requests)
+    return max(1, sum(1 for _ in itertools.takewhile(lambda count: count <= _SENT_SAMPLES, samples)))
 
 
 def _is_inline(engine: InferenceEngine) -> bool:

@@ -10,6 +10,7 @@ import math
 import socket
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -103,7 +104,9 @@ class RemoteVerifier:
         self._url, self._timeout_s, self._max_items, self._max_requests = url, timeout_s, max_items, max_requests
         self._headers = {"Content-Type": "application/json"} | dict(headers or {})
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="rlcore-verifier")
-        self._waiting: list[tuple[str, asyncio.Future[float]]] = []
+        self._waiting: deque[tuple[str, asyncio.Future[float]]] = deque()
+        self._will_send = False
+        """``_send`` is to be called, after whatever else is ready."""
         self._requests: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -123,7 +126,9 @@ class RemoteVerifier:
             raise InvalidInputError(f"an item for {self._url} must be plain data: {error}") from error
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, answer))
-        asyncio.get_running_loop().call_soon(self._send)  # after the others that are ready now
+        if not self._will_send:  # one for all that are ready now
+            self._will_send = True
+            asyncio.get_running_loop().call_soon(self._send)
         return await answer
 
     def close(self) -> None:
@@ -138,12 +143,20 @@ class RemoteVerifier:
         self.close()
 
     def _send(self) -> None:
-        self._waiting = [one for one in self._waiting if not one[1].done()]  # without cancelled episodes
-        while self._waiting and len(self._requests) < self._max_requests:
-            together, self._waiting = self._waiting[: self._max_items], self._waiting[self._max_items :]
+        self._will_send = False
+        while len(self._requests) < self._max_requests and (together := self._next()):
             request = asyncio.ensure_future(self._ask(together))
             self._requests.add(request)
             request.add_done_callback(self._ended)
+
+    def _next(self) -> list[tuple[str, asyncio.Future[float]]]:
+        """Take what has waited longest, without what cancelled episodes asked."""
+        together: list[tuple[str, asyncio.Future[float]]] = []
+        while self._waiting and len(together) < self._max_items:
+            item, answer = self._waiting.popleft()
+            if not answer.done():
+                together.append((item, answer))
+        return together
 
     def _ended(self, request: asyncio.Task[None]) -> None:
         self._requests.discard(request)

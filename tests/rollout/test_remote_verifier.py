@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -128,6 +130,27 @@ def test_others_go_on_while_the_server_thinks_and_the_cancelled_are_not_asked(se
     with RemoteVerifier(server.url, max_requests=1) as verifier:
         assert asyncio.run(beside()) == (3.0, [2, 1])
     assert server.sizes == [1, 1]
+
+
+def test_many_items_at_once_are_each_looked_at_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the loop stands still: 16,384 items took it 7 s when each look went through all that waited."""
+    num_looks = 0
+
+    def count(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal num_looks
+        num_looks += event == "c_call" and called.__name__ == "done"
+
+    async def all_together() -> list[float]:
+        return await asyncio.gather(*(verifier({}, "") for _ in range(500)))
+
+    with RemoteVerifier("http://127.0.0.1:9/x", max_items=10) as verifier:
+        monkeypatch.setattr(verifier, "_rewards", lambda opener, body, number: [1.0] * number)
+        sys.setprofile(count)
+        try:
+            assert asyncio.run(all_together()) == [1.0] * 500
+        finally:
+            sys.setprofile(None)
+    assert 500 <= num_looks <= 10 * 500
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlcore.engines.sampling.completion import Completion, RequestOutput, VersionSpan
@@ -23,13 +23,16 @@ class PromptJob:
     number: int
     prompt: str | None
     token_ids: list[int]
-    completions: list[Completion | None]
+    ended: list[Callable[[], Completion] | None]
+    """For each sample that has ended, a function that makes its completion."""
 
     @property
-    def output(self) -> RequestOutput | None:
-        """The output of the prompt; None until every sample has ended."""
-        done = [completion for completion in self.completions if completion is not None]
-        return RequestOutput(self.prompt, self.token_ids, done) if len(done) == len(self.completions) else None
+    def is_done(self) -> bool:
+        return None not in self.ended
+
+    def output(self) -> RequestOutput:
+        """Return the output of the prompt, which is done. Texts are decoded here: call it while no step waits."""
+        return RequestOutput(self.prompt, self.token_ids, [completion() for completion in self.ended if completion])
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +69,7 @@ class RunningSample:
 
 
 class Jobs:
-    """The samples that an engine makes, and the outputs that nobody has taken yet.
+    """The samples that an engine makes, and the jobs that are done and that nobody has taken yet.
 
     Jobs of ``submit`` have the numbers that their caller gave (>= 0), and those of a call that waits have others.
     """
@@ -75,7 +78,7 @@ class Jobs:
         self.samples: dict[str, RunningSample] = {}
         """The samples under way, by the names that the engine knows them by."""
         self._reader = reader
-        self._done: dict[int, RequestOutput] = {}
+        self._done: dict[int, PromptJob] = {}
         self._waited_for: set[int] = set()
         self._next_number = -1
 
@@ -119,28 +122,29 @@ class Jobs:
             found[number] = found.get(number, 0) + lengths.get(name, len(sample.token_ids))
         return found
 
-    def end(self, name: str, completion: Completion) -> None:
-        """Take the completion of a sample that has ended; with the last of its job there is an output."""
+    def end(self, name: str, completion: Callable[[], Completion]) -> None:
+        """Take what makes the completion of a sample that has ended; with its last sample a job is done."""
         sample = self.samples.pop(name)
         job = sample.job
-        job.completions[sample.index] = completion
-        if (output := job.output) is not None:
-            self._done[job.number] = output
+        job.ended[sample.index] = completion
+        if job.is_done:
+            self._done[job.number] = job
 
     # ------------------------------------------------------------------------------------------------- outputs
 
     def are_done(self, numbers: Collection[int]) -> bool:
         return all(number in self._done for number in numbers)
 
-    def take(self, numbers: Collection[int]) -> list[RequestOutput]:
-        """Return the outputs of jobs that are done, and forget them."""
+    def take(self, numbers: Collection[int]) -> list[PromptJob]:
+        """Return jobs that are done, and forget them."""
         return [self._done.pop(number) for number in numbers]
 
     def ready(self) -> list[int]:
         """Return the submitted jobs that are done."""
         return [number for number in self._done if number not in self._waited_for]
 
-    def collect(self) -> dict[int, RequestOutput]:
+    def collect(self) -> dict[int, PromptJob]:
+        """Return the submitted jobs that are done, and forget them."""
         return {number: self._done.pop(number) for number in self.ready()}
 
     # -------------------------------------------------------------------------------------------- cancelled ones

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class SglangReplica:
                         num_ended, self._num_ended = self._num_ended, 0
                     if num_ended:
                         advance(num_ended)
-                return self._jobs.take(numbers)
+                return [job.output() for job in self._jobs.take(numbers)]
             except BaseException:
                 self._drop(numbers)
                 raise
@@ -146,7 +147,9 @@ class SglangReplica:
             self._wait_for(self._may_collect, min(left_s, _LOOK_AGAIN_S), "collect")
             with self._changed:
                 if self._may_collect() or not left_s:
-                    return self._jobs.collect()
+                    done = self._jobs.collect()
+                    break
+        return {number: job.output() for number, job in done.items()}  # SGLang's thread goes on meanwhile
 
     def _may_collect(self) -> bool:
         return bool(self._jobs.ready() or not self._jobs.samples or self._held)
@@ -241,7 +244,8 @@ class SglangReplica:
             raise RlcoreError(f"SGLang has ended a request that nobody cancelled: {about['finish_reason']}")
         sample.add(output["output_ids"], [float(logprob) for logprob, *_ in about["output_token_logprobs"]])
         sample.close_span(self._ended_in.pop(name, self._version))
-        completion = self._reader.completion(
+        completion = partial(
+            self._reader.completion,
             sample.token_ids,
             sample.logprobs,
             is_stopped=reason == "stop",

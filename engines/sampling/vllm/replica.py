@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rlcore.engines.sampling.completion import RequestOutput
@@ -97,10 +98,11 @@ class Replica:
                             raise StateError("generate() has ended early: nobody waits for it any more")
                         if num_ended := self._step(numbers):
                             advance(num_ended)
-                    return self._jobs.take(numbers)
+                    done = self._jobs.take(numbers)
                 except BaseException:
                     self._drop(numbers)
                     raise
+        return [job.output() for job in done]
 
     def submit(
         self, numbers: Sequence[int], prompts: Sequence[Prompt], params: Sequence[SamplingParams], version: int
@@ -124,9 +126,11 @@ class Replica:
             with self.between_steps("collect"):
                 left_s = latest - time.monotonic()
                 if self._jobs.ready() or not self._jobs.samples or self._held or left_s <= 0:
-                    return self._jobs.collect()
+                    done = self._jobs.collect()
+                    break
                 self._news.clear()
             self._news.wait(left_s)
+        return {number: job.output() for number, job in done.items()}  # steps go on meanwhile
 
     def progress(self) -> dict[int, int]:
         """Return the tokens that each request under way has so far, by its number."""
@@ -220,7 +224,8 @@ class Replica:
         if sampled.finish_reason is None:
             return False
         sample.close_span(self._version)
-        completion = self._reader.completion(
+        completion = partial(
+            self._reader.completion,
             sample.token_ids,
             sample.logprobs,
             is_stopped=sampled.finish_reason == "stop",

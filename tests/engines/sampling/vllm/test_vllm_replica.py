@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +224,33 @@ def test_what_changes_meanwhile_ends_a_collect(change: str, monkeypatch: pytest.
         changed.join()
         replica.resume()
         replica.close()
+
+
+@pytest.mark.parametrize("way", ["generate", "submit"])
+def test_steps_go_on_while_texts_are_decoded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many samples may end in one step, and a long one takes milliseconds."""
+    monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
+    engine: Any = CachingEngine(num_steps=3)
+    decoded_by: list[int] = []
+
+    def completion(token_ids: list[int], logprobs: list[float], **_: Any) -> list[int]:
+        decoded_by.append(threading.get_ident())
+        another.submit(replica.progress).result(timeout=5)  # which no step makes while it has the lock
+        return token_ids
+
+    reader: Any = SimpleNamespace(read=READER.read, stop_token_ids=(), completion=completion)
+    with ThreadPoolExecutor(1) as another:
+        replica = Replica(engine, vllm_processes(CONTEXT), reader, lambda: None)
+        try:
+            if way == "generate":
+                found: Any = replica.run([[1]], [SamplingParams(n=2)], 0, lambda number: None)
+            else:
+                replica.submit([0], [[1]], [SamplingParams(n=2)], 0)
+                found = list(replica.collect(timeout_s=60).values())
+        finally:
+            replica.close()
+    assert [output.outputs for output in found] == [[[1, 2, 3], [1, 2, 3]]]
+    assert decoded_by == [threading.get_ident()] * 2
 
 
 def test_a_call_that_its_caller_gave_up_ends_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
