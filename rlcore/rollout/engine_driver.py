@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _COLLECT_S = 0.02
-"""How long one call of ``collect`` waits: as long may a weight update have to wait for the driver."""
+"""How long one call of ``collect`` waits at most: as long may a weight update have to wait for the driver."""
+_NEXT_TURN_S = 0.002
+"""How long it waits at least, right after a delivery: whoever was given a completion may soon send the next turn."""
 _SENT_SAMPLES = 32
 """How many samples are sent together: an engine takes a millisecond for each, and makes no step meanwhile."""
 _MANY = 1 << 30
@@ -84,6 +86,7 @@ class EngineDriver:
         """It has ended, and ``on_failure`` has been told."""
         self._call_began: float | None = None
         """When the last call of the step that is under way began."""
+        self._last_delivery = 0.0
         self._last_elsewhere = 0.0
         """When ``stuck_s`` last found a worker's process busy for another engine."""
         self._thread = threading.Thread(target=self._run, name=f"rlcore-{name}", daemon=True)
@@ -260,12 +263,19 @@ class EngineDriver:
         if not self._under_way:
             return
         self._call_began = time.monotonic()
-        for number, output in self.engine.collect(timeout_s=0.0 if self._new else _COLLECT_S).items():
+        for number, output in self.engine.collect(timeout_s=self._patience_s()).items():
             with self._changed:
                 request = self._under_way.pop(number, None)
                 self._leave([request] if request else [])
             if request is not None and not request.is_cancelled:
                 request.deliver(output)
+                self._last_delivery = time.monotonic()
+
+    def _patience_s(self) -> float:
+        """Return how long a ``collect`` waits: as long as nothing was delivered, for a request waits for it."""
+        if self._new:
+            return 0.0
+        return min(_COLLECT_S, max(_NEXT_TURN_S, time.monotonic() - self._last_delivery))
 
     def _send(self, new: list[Request]) -> None:
         """Submit requests together; where the engine refuses one, submit halves, so that only that one fails."""

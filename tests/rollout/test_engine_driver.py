@@ -16,6 +16,7 @@ from rlcore.engines.launchers.pending_calls import PendingCall, PendingCalls
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.errors import InvalidInputError
+from rlcore.rollout import engine_driver
 from rlcore.rollout.engine_driver import EngineDriver, Request, paused
 from rlcore.rollout.timeline import Timeline
 from tests.rollout.simulated_engine import SimulatedEngine
@@ -99,6 +100,31 @@ def test_each_call_of_an_engine_has_a_time_of_its_own_to_answer() -> None:
         _, told = submit_together(driver, [[1], [], [1]])
         assert told.wait(30)
     assert len(began) > len(engine.sizes) == 5 and len(set(began)) == len(began)
+
+
+def test_a_collect_right_after_a_delivery_is_short_for_a_next_turn_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they become longer, up to the longest: each costs a call of the workers."""
+    engine, now = Counting(), 100.0
+    waits: list[float | None] = []
+    collect = engine.collect
+
+    def watched(timeout_s: float) -> Any:
+        nonlocal now
+        now += timeout_s
+        waits.append(timeout_s)
+        if found := collect(timeout_s):
+            waits.append(None)
+        return found
+
+    engine.collect = watched  # type: ignore[assignment,method-assign]
+    monkeypatch.setattr(engine_driver, "time", SimpleNamespace(monotonic=lambda: now))
+    with driver_of(engine) as driver:
+        submit_together(driver, [[ENDLESS], [3]])
+        while None not in waits or len(waits) < waits.index(None) + 8:
+            time.sleep(0.001)
+        at = waits.index(None)
+        assert waits[:at] == [0.02] * 3
+        assert waits[at + 1 : at + 8] == pytest.approx([0.002, 0.002, 0.004, 0.008, 0.016, 0.02, 0.02])
 
 
 @pytest.mark.parametrize(("busy_for", "least_s", "most_s"), [("the train engine", 0, 50), ("the sampler", 100, 150)])
