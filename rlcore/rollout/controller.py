@@ -4,7 +4,8 @@ Four kinds of threads: the user's, which calls the controller; one with an event
 (``episode_runner.py``); one for each inference engine (``engine_driver.py``); and one that looks for engines that do
 not answer (``fleet.py``). One lock, the controller's, protects what they share: the ``EpisodeQueue`` with its
 ``StalenessBound``, and who waits for which episode. The loop's thread takes it when an episode ends, so nobody who
-holds it may wait for that thread, but in ``Condition.wait``, which gives it up.
+holds it may wait for that thread, but in ``Condition.wait``, which gives it up. The dataloader, which may be slow, runs
+without it (``item_supply.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlcore.rollout.episode import Episode, EpisodeEnd, in_words
 from rlcore.rollout.episode_queue import EpisodeQueue
 from rlcore.rollout.episode_runner import Accept, EpisodeRunner
 from rlcore.rollout.fleet import Fleet
+from rlcore.rollout.item_supply import ItemSupply
 from rlcore.rollout.lending import LANE as LENT
 from rlcore.rollout.lending import TRAIN_ENGINE, LentDevices
 from rlcore.rollout.ownership import owned
@@ -147,6 +149,7 @@ class RolloutController:
         self._warn_at_rejections = _MANY_REJECTIONS
         self._changed = threading.Condition(threading.RLock())
         self._episodes = EpisodeQueue(self._bound)
+        self._supply = ItemSupply(self._episodes, self._changed)
         self._is_paused = self._is_closed = self._failures_told = False
         self._num_changing = 0
         """How many blocks are under way in which engines may get another version than the controller's."""
@@ -211,9 +214,7 @@ class RolloutController:
     async def wait_async(self, count: int | None = None, timeout_s: float | None = None) -> list[Episode]:
         """As ``wait``, for a program with an event loop of its own. A task that is cancelled in it takes none.
 
-        It waits in a thread of the event loop's default executor, but takes the controller's lock in the loop's own
-        thread: the loop stands still while another thread holds it, as ``prepare_batch`` does for as long as its
-        dataloader takes to give items.
+        It waits in a thread of the event loop's default executor.
         """
         wait = self._begin_wait(count, timeout_s)
         with self._trainer_does("wait"):
@@ -246,10 +247,9 @@ class RolloutController:
 
     def prepare_episodes(self, dataloader: Iterable[Any], timeout_s: float | None = None) -> list[Episode]:
         """Return the episodes that ``prepare_batch`` makes a batch of."""
-        with self._changed:
-            self._check_open("prepare_batch()")
-            self._episodes.source.use(dataloader)
-            self._episodes.fill()
+        self._check_open("prepare_batch()")
+        self._supply.use(dataloader)
+        self._supply.fill()
         self._start_due()
         return self.wait(timeout_s=timeout_s)
 
@@ -403,7 +403,7 @@ class RolloutController:
         are no plain data, begin anew, too. Saved with the trainer's checkpoint, each item
         is trained on once, whichever side is killed when. Items must be plain data for that.
         """
-        with self._changed:
+        with self._supply.at_rest():
             state = self._episodes.snapshot()
         return state.plain()  # the tokens are copied without the lock: episodes begin and end meanwhile
 
@@ -416,7 +416,7 @@ class RolloutController:
             StateError: episodes have been submitted already.
             InvalidInputError: it is no such state.
         """
-        with self._changed:
+        with self._supply.at_rest():
             self._check_open("load_state_dict()")
             self._episodes.load_state_dict(state)
 
@@ -479,7 +479,7 @@ class RolloutController:
             return False
 
         left_s = None if timeout_s is None else wait.began + timeout_s - time.monotonic()
-        if not self._waiting.until(is_ready, left_s):
+        if not self._waiting.until(is_ready, left_s, self._supply):
             raise RolloutTimeoutError(
                 f"wait({wanted}) has {len(self._bound.ready)} episodes after {timeout_s:g} s, and "
                 f"{len(self._bound.running)} run{self._failures()}; call it again, or give a longer timeout_s"
@@ -504,8 +504,8 @@ class RolloutController:
             raise error
         if self._pacing is not None:
             self._pacing.allow(wanted - len(self._bound.ready) - len(self._bound.running) - self._bound.room)
-        if self._episodes.source.is_used:
-            self._episodes.fill()  # episodes were rejected
+        if self._supply.num_short > 0:
+            return  # episodes were rejected: others come
         if self._episodes.queued:
             self._start_due()
         begin = 0 if self._is_paused else min(len(self._episodes.queued), self._bound.room)

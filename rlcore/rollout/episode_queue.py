@@ -53,7 +53,7 @@ class EpisodeQueue:
     """Keeps items and episodes in order. It is plain data: no threads, no clock.
 
     Locks: it has none. Whoever shares it between threads holds a lock around each use of a method or an attribute. No
-    method waits, and only ``fill`` and ``snapshot`` run a user's code: that of the dataloader.
+    method waits, and only ``snapshot`` runs a user's code: that of the dataloader.
 
     An episode that somebody waits for by itself has a number, and is counted, but is not kept here ("direct").
 
@@ -84,11 +84,10 @@ class EpisodeQueue:
         self.queued.append((number, data))
         return number
 
-    def fill(self) -> None:
-        """Queue as many items of the source as may begin now, and as many as may begin with the next version."""
-        while len(self.queued) < self.bound.room + self.bound.batch_size:
-            for data in self.source.take():
-                self.add(data)
+    @property
+    def num_short(self) -> int:
+        """How many more items may begin now or with the next version than are queued; less than 0 for fewer."""
+        return self.bound.room + self.bound.batch_size - len(self.queued)
 
     def begin(self) -> tuple[int, Any]:
         """Note that the next episode begins; return its number and item."""
