@@ -83,13 +83,15 @@ class WorkerGroup:
         timeout_s: float | None = None,
         *,
         ends_stopped: bool = False,
+        is_enough: Callable[[Any], bool] | None = None,
     ) -> list[Any]:
         """Call ``method`` on all workers at once, with one (args, kwargs) each; return their results by rank.
 
         ``on_event`` gets what they emit meanwhile, in the thread of this call. A call may take ``timeout_s`` (None: the
         group's) from when its worker begins with it: it may have to wait for another engine's call in the same process.
         With ``ends_stopped`` it does not wait for a worker that is stopped for ``STOP_S``: for calls before the end,
-        where whoever stopped the worker has no use for it any more.
+        where whoever stopped the worker has no use for it any more. After an answer that ``is_enough`` the other
+        workers are told to end early, as far as the method looks at ``WorkerContext.is_cancelled``.
 
         Raises:
             StateError: the workers were ended by an earlier failure, or belong to another process.
@@ -98,11 +100,11 @@ class WorkerGroup:
             Exception: what the first worker raised; if others cannot end without it, all are ended.
         """
         if spans.recorder is None:
-            return self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped)
+            return self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped, is_enough=is_enough)
         from rlcore.engines.launchers.traced_calls import results_of
 
         with spans.call_span(method, engine=self.engine, number=self.workers[0].context.number) as here:
-            results = self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped)
+            results = self._call(method, calls, on_event, timeout_s, ends_stopped=ends_stopped, is_enough=is_enough)
             here.add(results_of(calls, results))
         return results
 
@@ -114,6 +116,7 @@ class WorkerGroup:
         timeout_s: float | None,
         *,
         ends_stopped: bool,
+        is_enough: Callable[[Any], bool] | None,
     ) -> list[Any]:
         self.check_usable(f"{method}()")
         inbox: _Inbox = queue.SimpleQueue()
@@ -133,11 +136,14 @@ class WorkerGroup:
             ]
         futures = self._send(prepared)
         try:
-            return self._results(method, futures, inbox, ends_stopped=ends_stopped)
+            return self._results(method, futures, inbox, ends_stopped=ends_stopped, is_enough=is_enough)
         except BaseException:  # Ctrl-C, or what on_event raised: the workers would go on for nobody
-            for worker, future in zip(self.workers, futures, strict=True):
-                worker.cancel(future)
+            self._cancel(futures)
             raise
+
+    def _cancel(self, futures: Sequence[Future[Any]]) -> None:
+        for worker, future in zip(self.workers, futures, strict=True):
+            worker.cancel(future)
 
     def check_usable(self, purpose: str) -> None:
         """Refuse ``purpose`` where no call would reach the workers.
@@ -186,7 +192,13 @@ class WorkerGroup:
             raise
 
     def _results(
-        self, method: str, futures: list[Future[Any]], inbox: _Inbox, *, ends_stopped: bool = False
+        self,
+        method: str,
+        futures: list[Future[Any]],
+        inbox: _Inbox,
+        *,
+        ends_stopped: bool = False,
+        is_enough: Callable[[Any], bool] | None = None,
     ) -> list[Any]:
         for future in futures:
             future.add_done_callback(inbox.put)
@@ -206,6 +218,9 @@ class WorkerGroup:
                 item()
             elif item.exception() is None:
                 unanswered.discard(item)
+                if is_enough is not None and unanswered and is_enough(item.result()):
+                    is_enough = None
+                    self._cancel(futures)
             else:
                 raise self._failure(futures)
         return [future.result() for future in futures]
@@ -228,8 +243,7 @@ class WorkerGroup:
     def _failure(self, futures: list[Future[Any]]) -> BaseException:
         errors = _errors(futures)
         if not isinstance(_cause(errors), WorkerDiedError):
-            for worker, future in zip(self.workers, futures, strict=True):
-                worker.cancel(future)
+            self._cancel(futures)
             wait(futures, _GRACE_S)  # ranks may hear of a death in a collective before the parent hears of it
         errors |= _errors(futures)  # of two that are alike, the first that came is the cause
         error = _cause(errors)

@@ -72,7 +72,8 @@ class WorkerServer:
         except BaseException as error:
             self._send_error(head.call, error)
         finally:
-            self._cancelled.discard(head.call)
+            # calls have rising numbers; what an earlier one was told came too late
+            self._cancelled.difference_update([call for call in tuple(self._cancelled) if call <= head.call])
 
     def _send_error(self, call: int, error: BaseException) -> None:
         device = next((context.device for context in self._contexts.values()), None)  # all have the same

@@ -20,7 +20,7 @@ from rlcore.errors import RlcoreError, StateError
 P = ParamSpec("P")
 R = TypeVar("R")
 _POLL_S = 0.05
-"""The longest wait for one replica while another may have something."""
+"""The longest wait for one replica while another may have something, where it cannot be told to end early."""
 _Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -156,7 +156,8 @@ class RequestRouter:
         while self.placed:
             poll_s = 1.0 if len(self._group.workers) == 1 else _POLL_S
             left_s = min(poll_s, max(0.0, deadline - time.monotonic()))
-            each = self._call(InferenceExecutor.collect, left_s, version=version)
+            calls: _Calls = [((left_s,), {"version": version})] * len(self._group.workers)
+            each = self._group.call(InferenceExecutor.collect.__name__, calls, is_enough=bool)
             found = {
                 number: _completed(output, self._prompts.pop(number, None))
                 for own in each

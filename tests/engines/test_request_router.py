@@ -63,7 +63,8 @@ class TwoReplicas(InferenceEngine):
     def _require_ready(self, purpose: str) -> None:
         pass
 
-    def _call_each(self, method: str, calls: Any, on_event: Any = None) -> list[Any]:
+    def _call_each(self, method: str, calls: Any, on_event: Any = None, is_enough: Any = None) -> list[Any]:
+        self.is_enough = is_enough
         each = zip(self.replicas, calls, strict=True)
         return [getattr(replica, method)(*args, **kwargs) for replica, (args, kwargs) in each]
 
@@ -142,6 +143,13 @@ def test_what_was_aborted_is_never_collected(engine: Any) -> None:
     first, second, third = engine.submit([[1], [2], [3]], max_in_flight=1)
     assert engine.abort([first, third]) == 1, "the first has ended, and was not collected"
     assert list(engine.collect()) == [second]
+
+
+def test_the_first_replica_that_has_something_ends_the_wait_for_the_others(engine: Any) -> None:
+    engine.replicas[0].slow = engine.replicas[1].slow = {7}
+    first, _ = engine.submit([[1], [7]])
+    assert engine.collect() == {first: [1]}
+    assert [engine.is_enough(answer) for answer in ({first: [1]}, {})] == [True, False]
 
 
 def test_turns_leave_what_the_program_submitted_to_it(engine: Any) -> None:

@@ -15,6 +15,9 @@ from rlcore.errors import RlcoreError, StateError
 PAUSED = "a pause"
 """The reason for which a replica is held that its user has paused."""
 
+LOOK_S = 0.003
+"""How often ``collect`` looks if its caller still waits: another replica may have had something."""
+
 
 @dataclass(eq=False, slots=True)
 class PromptJob:

@@ -19,7 +19,7 @@ from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import Prompt, PromptReader
 from rlcore.engines.sampling.replica.calls import results_of
-from rlcore.engines.sampling.replica.jobs import PAUSED, Jobs, RunningSample, require_running
+from rlcore.engines.sampling.replica.jobs import LOOK_S, PAUSED, Jobs, RunningSample, require_running
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
@@ -144,9 +144,9 @@ class SglangReplica:
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            self._wait_for(self._may_collect, min(left_s, _LOOK_AGAIN_S), "collect")
+            self._wait_for(self._may_collect, min(left_s, LOOK_S), "collect")
             with self._changed:
-                if self._may_collect() or not left_s:
+                if self._may_collect() or not left_s or self._context.is_cancelled():
                     done = self._jobs.collect()
                     break
         return {number: job.output() for number, job in done.items()}  # SGLang's thread goes on meanwhile

@@ -16,7 +16,7 @@ from typing import Any
 from rlcore.engines.sampling.completion import RequestOutput
 from rlcore.engines.sampling.params import SamplingParams
 from rlcore.engines.sampling.prompts import MultimodalPrompt, Prompt, PromptReader
-from rlcore.engines.sampling.replica.jobs import PAUSED, Jobs, RunningSample, require_running
+from rlcore.engines.sampling.replica.jobs import LOOK_S, PAUSED, Jobs, RunningSample, require_running
 from rlcore.engines.sampling.replica.worker_processes import WorkerProcesses
 from rlcore.engines.sampling.request_queue import PauseMode, check_pause_mode
 from rlcore.engines.sampling.seeds import sample_keys
@@ -122,15 +122,22 @@ class Replica:
     def collect(self, timeout_s: float) -> dict[int, RequestOutput]:
         """Return what has ended; wait ``timeout_s`` for the first, unless nothing is under way or all is paused."""
         latest = time.monotonic() + timeout_s
+        is_over = timeout_s <= 0
         while True:
             with self.between_steps("collect"):
-                left_s = latest - time.monotonic()
-                if self._jobs.ready() or not self._jobs.samples or self._held or left_s <= 0:
+                if self._jobs.ready() or not self._jobs.samples or self._held or is_over:
                     done = self._jobs.collect()
                     break
                 self._news.clear()
-            self._news.wait(left_s)
+            is_over = not self._await_news(latest)
         return {number: job.output() for number, job in done.items()}  # steps go on meanwhile
+
+    def _await_news(self, latest: float) -> bool:
+        """Wait for news, unless nobody waits for ``collect`` any more; return False if there are none."""
+        while (left_s := latest - time.monotonic()) > 0 and not self._processes.context.is_cancelled():
+            if self._news.wait(min(left_s, LOOK_S)):
+                return True
+        return False
 
     def progress(self) -> dict[int, int]:
         """Return the tokens that each request under way has so far, by its number."""

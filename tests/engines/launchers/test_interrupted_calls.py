@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import cloudpickle
 import pytest
 
 from rlcore.engines.launchers.group import WorkerGroup
+from rlcore.engines.launchers.messages import MessageHead
 from rlcore.engines.launchers.worker import WorkerContext
 from rlcore.errors import WorkerTimeoutError
 
@@ -40,6 +42,9 @@ class Worker:
     def wait_for(self, path: Path) -> None:
         while not path.exists():
             time.sleep(0.01)
+
+    def num_cancelled(self) -> list[int]:
+        return [len(one._cancelled) for one in gc.get_objects() if type(one).__name__ == "WorkerServer"]
 
     def told(self) -> list[bool]:
         return self.was_given_up
@@ -68,6 +73,25 @@ def test_a_worker_is_told_that_its_caller_was_interrupted(join_group: Any) -> No
         assert ask(group, "told") == [[False, True]] * 2, "the workers live on"
         assert time.monotonic() - started < LONG_S / 2
         assert ask(group, "work", 0.01) == [False, False], "it is said of one call"
+
+
+def test_an_answer_that_is_enough_lets_the_others_end_early(join_group: Any) -> None:
+    with join_group(Worker, 2) as group:
+        calls: Any = [((0.01,), {}), ((LONG_S,), {})]
+        started = time.monotonic()
+        assert group.call("work", calls, is_enough=lambda answer: answer is False) == [False, True], "none is lost"
+        assert time.monotonic() - started < LONG_S / 2
+        calls = [((0.01,), {}), ((0.2,), {})]
+        assert group.call("work", calls, is_enough=lambda answer: answer is None) == [False, False]
+
+
+def test_a_word_that_comes_too_late_is_not_kept(join_group: Any) -> None:
+    with join_group(Worker) as group:
+        ask(group, "work", 0.0)
+        process = group.workers[0]._process
+        process._outgoing.put((MessageHead("cancel", 0), b"", []))
+        ask(group, "work", 0.0)
+        assert ask(group, "num_cancelled") == [[0]]
 
 
 def test_a_ctrl_c_that_does_not_end_the_wait_is_seen_soon(join_group: Any) -> None:

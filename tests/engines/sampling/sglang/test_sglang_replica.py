@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +175,15 @@ def test_a_pause_that_keeps_requests_keeps_their_caches(made: Made) -> None:
     assert "go_on" not in dict(made.sglang.calls), "the weight sync still holds it"
     made.replica.release("a weight sync")
     assert made.sglang.calls[-1] == ("go_on", ())
+
+
+def test_a_collect_ends_when_nobody_waits_for_it(made: Made) -> None:
+    """As when another replica has had something."""
+    made.submit()
+    made.replica._context = replace(CONTEXT, is_cancelled=lambda: True)
+    began = time.monotonic()
+    assert made.replica.collect(20.0) == {}
+    assert time.monotonic() - began < 10
 
 
 def test_completions_have_routes_where_the_engine_returns_them(made: Made) -> None:

@@ -226,6 +226,23 @@ def test_what_changes_meanwhile_ends_a_collect(change: str, monkeypatch: pytest.
         replica.close()
 
 
+def test_a_collect_ends_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another replica has had something."""
+    monkeypatch.setattr(versions, "sampling_params", lambda **_: None)
+    engine: Any = CachingEngine(num_steps=1 << 30)
+    engine.before_step = lambda: time.sleep(0.001)
+    context = replace(CONTEXT, is_cancelled=lambda: any(len(seen) >= 3 for seen in engine.seen.values()))
+    replica = Replica(engine, vllm_processes(context), READER, lambda: None)
+    replica.submit([0], [[1]], [SamplingParams()], 0)
+    began = time.monotonic()
+    try:
+        assert replica.collect(timeout_s=20) == {}
+        assert time.monotonic() - began < 10
+        assert replica.abort(None) == 1, "it goes on"
+    finally:
+        replica.close()
+
+
 @pytest.mark.parametrize("way", ["generate", "submit"])
 def test_steps_go_on_while_texts_are_decoded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many samples may end in one step, and a long one takes milliseconds."""
