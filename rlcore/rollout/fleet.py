@@ -240,10 +240,29 @@ class Fleet:
         self._on_change()
 
     def _restarted(self, indices: set[int]) -> list[int]:
-        """Restart these engines, all at once; return the indices of those that start."""
+        """Restart these engines; return the indices of those that start.
+
+        Those of a device begin one after the other: vLLM measures the free memory.
+        """
+        places = {name for index in indices for name in self._devices(index)}
+        locks = {name: threading.Lock() for name in sorted(places)}
+
+        def restart(index: int) -> bool:
+            with contextlib.ExitStack() as held:
+                for name, lock in locks.items():  # in one order, so that no two wait for each other
+                    if name in self._devices(index):
+                        held.enter_context(lock)
+                return self._restart(index)
+
         with ThreadPoolExecutor(max(1, len(indices))) as threads:
             each = map if len(indices) < 2 else threads.map  # Ctrl-C ends the restart of one alone
-            return list(itertools.compress(sorted(indices), each(self._restart, sorted(indices))))
+            return list(itertools.compress(sorted(indices), each(restart, sorted(indices))))
+
+    def _devices(self, index: int) -> Sequence[str]:
+        try:
+            return self.engines[index].devices
+        except (RlcoreError, AttributeError):  # it is not built; or is the user's own, and tells none
+            return ()
 
     def _restart(self, index: int) -> bool:
         """Restart an engine; return False if it does not start, and note why."""

@@ -935,6 +935,27 @@ def test_engines_that_are_out_are_restarted_at_once_and_those_that_do_not_start_
         assert str(rollout._fleet.failures[1]) == "planted: it does not start"
 
 
+def test_engines_of_one_device_are_restarted_one_after_the_other() -> None:
+    engines = [SimulatedEngine() for _ in range(3)]
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def restart(engine: SimulatedEngine) -> None:
+        under_way.append(0)
+        most.append(len(under_way))
+        time.sleep(0.02)
+        under_way.pop()
+        SimulatedEngine.restart(engine)
+
+    with controller(engines) as rollout:
+        for driver, engine in zip(rollout._fleet._drivers, engines, strict=True):
+            driver.end(StateError("planted: it died"))
+            engine.devices = ["cuda:0", "cuda:1"]  # type: ignore[attr-defined]
+            engine.restart = functools.partial(restart, engine)  # type: ignore[method-assign]
+        rollout.update_weights(SimulatedTrainer())
+        assert rollout.num_healthy == 3 and max(most) == 1
+
+
 def test_ctrl_c_while_engines_are_asked_to_pause_leaves_none_paused() -> None:
     with controller([SimulatedEngine(), SimulatedEngine()]) as rollout:
         driver = rollout._fleet._drivers[1]
