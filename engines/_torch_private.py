@@ -69,6 +69,18 @@ def forget_forwards(module: nn.Module) -> None:
     state._modules_to_run_forward.clear()
 
 
+def drop_unreduced_gradients(module: nn.Module) -> None:
+    """Drop the sums of gradients that a sharded module keeps apart until they are exchanged.
+
+    It keeps them so where it computes in another dtype than it exchanges in: ``grad`` is None meanwhile. Later versions
+    have several groups of parameters a module. Since torch 2.10.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None
+
+
 def is_view(tensor: Tensor) -> bool:
     """Return True if autograd knows a tensor as a view of another. There is no public way. Since torch 2.10."""
     return tensor._base is not None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.attention import SDPBackend
 
@@ -376,6 +376,23 @@ def a_list_of_sharded_modules_prepares_its_backward() -> None:
             first._get_fsdp_state()._modules_to_run_forward.add(first)
             of_engines.forget_forwards(first)
             assert not first._get_fsdp_state()._modules_to_run_forward
+    finally:
+        dist.destroy_process_group()
+
+
+@contract("drop_unreduced_gradients")
+def sums_that_are_not_exchanged_are_dropped() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = nn.Linear(2, 2, bias=False)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=DeviceMesh("cpu", [0]), mp_policy=policy)
+        module.set_requires_gradient_sync(False)  # type: ignore[attr-defined]
+        module(torch.ones(1, 2)).sum().backward()
+        of_engines.drop_unreduced_gradients(module)
+        module.set_requires_gradient_sync(True)  # type: ignore[attr-defined]
+        module(torch.ones(1, 2)).sum().backward()
+        assert module.weight.grad.to_local().tolist() == [[1.0, 1.0]] * 2  # type: ignore[union-attr]
     finally:
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from rlcore.device import Device
+from rlcore.engines._torch_private import drop_unreduced_gradients
 from rlcore.engines.executors.strategy import ShardingStrategy
 from rlcore.engines.fsdp2.optimizers import check_sharded
 from rlcore.engines.fsdp2.sharding import reshard
@@ -77,6 +78,7 @@ class Fsdp2Strategy(ShardingStrategy):
         for submodule in self.module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.unshard()
+                drop_unreduced_gradients(submodule)
         for parameter in self.module.parameters():
             parameter.grad = None
         self._has_failed = False

@@ -88,6 +88,27 @@ def test_a_failed_loss_leaves_nothing_behind(build: Build, truth: Truth) -> None
     truth.assert_weights(sharded.state_dict())
 
 
+@pytest.mark.parametrize("options", [{"compute_dtype": "bfloat16"}, {"compute_dtype": "bfloat16", "dtype": "bfloat16"}])
+def test_a_failed_loss_leaves_no_sums_of_another_dtype_behind(build: Build, options: dict[str, str]) -> None:
+    """FSDP keeps them apart from ``grad``, in the dtype that gradients are exchanged in."""
+    batch, seen = packed_batch(), [0]
+
+    def fails_at_the_second(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == 2:
+            raise ValueError("planted")
+        return -100 * logprob, {}
+
+    norms = []
+    for fails in (False, True):
+        sharded = build(2, **options)
+        if fails:
+            with pytest.raises(WorkerError, match="ValueError: planted"):
+                sharded.train_batch(batch, fails_at_the_second, max_tokens_per_micro_batch=15)
+        norms.append(sharded.train_batch(batch, policy_gradient, max_tokens_per_micro_batch=15)["grad_norm"])
+    assert norms[0] == norms[1]
+
+
 @on_two
 def test_a_failed_block_leaves_nothing_behind(build: Build, place: Place, policy: Any, qwen2_folder: Path) -> None:
     sharded, truth = build(place.workers, place.device), truth_of(policy, qwen2_folder, place.device)
