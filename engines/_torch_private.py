@@ -70,15 +70,17 @@ def forget_forwards(module: nn.Module) -> None:
 
 
 def drop_unreduced_gradients(module: nn.Module) -> None:
-    """Drop the sums of gradients that a sharded module keeps apart until they are exchanged.
+    """Drop the gradients of a sharded module that have not been exchanged, whether or not it is gathered now.
 
-    It keeps them so where it computes in another dtype than it exchanges in: ``grad`` is None meanwhile. Later versions
-    have several groups of parameters a module. Since torch 2.10.
+    They are those of the gathered parameters, and sums that it keeps apart where it computes in another dtype than it
+    exchanges in. Later versions have several groups of parameters a module. Since torch 2.10.
     """
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
         parameter.unsharded_accumulated_grad = None
+        if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+            gathered.grad = None
 
 
 def is_view(tensor: Tensor) -> bool:

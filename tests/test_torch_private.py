@@ -381,18 +381,20 @@ def a_list_of_sharded_modules_prepares_its_backward() -> None:
 
 
 @contract("drop_unreduced_gradients")
-def sums_that_are_not_exchanged_are_dropped() -> None:
+def gradients_that_are_not_exchanged_are_dropped() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        module = nn.Linear(2, 2, bias=False)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        fully_shard(module, mesh=DeviceMesh("cpu", [0]), mp_policy=policy)
-        module.set_requires_gradient_sync(False)  # type: ignore[attr-defined]
-        module(torch.ones(1, 2)).sum().backward()
-        of_engines.drop_unreduced_gradients(module)
-        module.set_requires_gradient_sync(True)  # type: ignore[attr-defined]
-        module(torch.ones(1, 2)).sum().backward()
-        assert module.weight.grad.to_local().tolist() == [[1.0, 1.0]] * 2  # type: ignore[union-attr]
+        for dtype in (torch.bfloat16, torch.float32):  # sums that are kept apart, and gradients of gathered parameters
+            module: Any = nn.Linear(2, 2, bias=False)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            fully_shard(module, mesh=DeviceMesh("cpu", [0]), mp_policy=policy)
+            of_engines.drop_unreduced_gradients(module)  # before it has been gathered once
+            for is_exchanged in (False, True):
+                module.set_requires_gradient_sync(is_exchanged)
+                module(torch.ones(1, 2)).sum().backward()
+                if not is_exchanged:
+                    of_engines.drop_unreduced_gradients(module)
+            assert module.weight.grad.to_local().tolist() == [[1.0, 1.0]] * 2
     finally:
         dist.destroy_process_group()
 

@@ -38,15 +38,13 @@ class Fsdp2Strategy(ShardingStrategy):
         assert isinstance(module, FSDPModule)
         self._root: FSDPModule = module
         self._reduce_each = reduce_each
-        self._has_failed = False
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        self._drop_failed_gradients()
         try:
             yield
         except BaseException:
-            self._has_failed = True
+            self._drop_gradients()
             if hasattr(self._root, "reset_iter_state"):  # newer torch
                 self._root.reset_iter_state()
             raise
@@ -68,18 +66,11 @@ class Fsdp2Strategy(ShardingStrategy):
     def release(self) -> None:
         reshard(self.module)
 
-    def _drop_failed_gradients(self) -> None:
-        """Drop the gradients before a failure: gathered parameters hold them, and must be gathered for it.
-
-        This is not done at the failure: if one rank alone failed, it would wait for the others, and its error be lost.
-        """
-        if not self._has_failed:
-            return
-        for submodule in self.module.modules():
-            if isinstance(submodule, FSDPModule):
-                submodule.unshard()
-                drop_unreduced_gradients(submodule)
+    def _drop_gradients(self) -> None:
+        """Drop all gradients, exchanged or not. Nothing waits for other ranks here: this one alone may have failed."""
+        self.release()  # of a gathered parameter, those that have been exchanged are not seen
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._has_failed = False
-        self.release()
+        for submodule in self.module.modules():
+            if isinstance(submodule, FSDPModule):
+                drop_unreduced_gradients(submodule)

@@ -88,9 +88,18 @@ def test_a_failed_loss_leaves_nothing_behind(build: Build, truth: Truth) -> None
     truth.assert_weights(sharded.state_dict())
 
 
-@pytest.mark.parametrize("options", [{"compute_dtype": "bfloat16"}, {"compute_dtype": "bfloat16", "dtype": "bfloat16"}])
-def test_a_failed_loss_leaves_no_sums_of_another_dtype_behind(build: Build, options: dict[str, str]) -> None:
-    """FSDP keeps them apart from ``grad``, in the dtype that gradients are exchanged in."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_dtype": "bfloat16"},
+        pytest.param({"compute_dtype": "bfloat16", "dtype": "bfloat16"}, marks=slow),
+        pytest.param({"compute_dtype": "bfloat16", "reduce_each_micro_batch": True}, marks=slow),
+        pytest.param({"reduce_each_micro_batch": True}, marks=slow),
+        pytest.param({"reshard_after_forward": False}, marks=slow),
+    ],
+)
+def test_a_failed_loss_leaves_no_gradients_for_the_next_step(build: Build, options: dict[str, Any]) -> None:
+    """FSDP keeps sums apart from ``grad`` where they have another dtype than what is computed."""
     batch, seen = packed_batch(), [0]
 
     def fails_at_the_second(logprob: Tensor, entropy: Tensor, per_token: Any) -> Any:
