@@ -6,7 +6,6 @@ they are poisoned, which only a complete round or a reload ends. In a staged rou
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,15 @@ from rlcore.engines.weight_sync.transports.packed import (
     StagingTransport,
 )
 from rlcore.engines.weight_sync.transports.reach import are_samples_needed
-from rlcore.errors import DeviceError, RlcoreError, SyncError, UnsupportedError, first_line
+from rlcore.errors import (
+    DeviceError,
+    RlcoreError,
+    SyncError,
+    UnsupportedError,
+    WorkerDiedError,
+    WorkerError,
+    first_line,
+)
 from rlcore.types import SyncReport
 
 _GRACE_S = 10.0
@@ -93,7 +100,9 @@ class SyncSession:
                 self.agreement = None
             if isinstance(error, LateError):
                 error = SyncError(f"{error}: the {options.timeout_s:g} s of this round are over")
-            self._abandon(str(error) or type(error).__name__)
+            died = self._abandon(str(error) or type(error).__name__)
+            if died is not None and isinstance(error, RlcoreError) and not isinstance(error, WorkerError):
+                raise died from error  # memory that a process shared goes with it, which another may see first
             raise error
 
     @property
@@ -107,16 +116,26 @@ class SyncSession:
             store.remove()
         self.transports = {}
 
-    def _abandon(self, why: str) -> None:
-        """Have both sides release what they hold for a round, if they live; the next one opens its transport anew."""
+    def _abandon(self, why: str) -> WorkerDiedError | None:
+        """Have both sides release what they hold for a round, if they live; the next one opens its transport anew.
+
+        Returns:
+            The error of the first worker that has died.
+        """
         stores = self.stores
         rendezvous = "".join(store.path for store in stores)
         self.transports, self.sent, self.last = {}, None, []
+        died: WorkerDiedError | None = None
         for side, arguments in ((self.receivers, (rendezvous, why)), (self.senders, (rendezvous,))):
-            with contextlib.suppress(RlcoreError):
+            try:
                 side.call("abandon", [arguments] * len(side), _GRACE_S)
+            except WorkerDiedError as error:
+                died = died or error
+            except RlcoreError:
+                continue
         for store in stores:
             store.remove()
+        return died
 
 
 class _Round:

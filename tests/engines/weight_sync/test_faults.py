@@ -478,6 +478,23 @@ STEPS = {
 
 
 @pytest.mark.slow
+def test_a_trainer_that_died_is_told_also_where_its_memory_is_missed_first(
+    build: Callable[[int], Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = alive(build(1))
+    for engine in engines:
+        engine.restart()
+    kill = os.kill
+
+    def kill_and_wait(process_id: int, number: int) -> None:
+        kill(process_id, number)
+        time.sleep(1.0)  # the receiver hears of the end of what it has open
+
+    monkeypatch.setattr(os, "kill", kill_and_wait)
+    harm(engines, monkeypatch, Fault("trainer", "SIGKILL", "pull", "direct"))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(700)  # together minutes: the file begins early
 @pytest.mark.parametrize(
     "fault",
