@@ -244,19 +244,18 @@ class Fleet:
 
         Those of a device begin one after the other: vLLM measures the free memory.
         """
-        places = {name for index in indices for name in self._devices(index)}
-        locks = {name: threading.Lock() for name in sorted(places)}
+        devices = {index: sorted({*self._devices(index)}) for index in sorted(indices)}
+        locks = {name: threading.Lock() for names in devices.values() for name in names}
 
         def restart(index: int) -> bool:
             with contextlib.ExitStack() as held:
-                for name, lock in locks.items():  # in one order, so that no two wait for each other
-                    if name in self._devices(index):
-                        held.enter_context(lock)
+                for name in devices[index]:  # sorted: no two wait for each other
+                    held.enter_context(locks[name])
                 return self._restart(index)
 
-        with ThreadPoolExecutor(max(1, len(indices))) as threads:
-            each = map if len(indices) < 2 else threads.map  # Ctrl-C ends the restart of one alone
-            return list(itertools.compress(sorted(indices), each(restart, sorted(indices))))
+        with ThreadPoolExecutor(max(1, len(devices))) as threads:
+            each = map if len(devices) < 2 else threads.map  # Ctrl-C ends the restart of one alone
+            return list(itertools.compress(devices, each(restart, devices)))
 
     def _devices(self, index: int) -> Sequence[str]:
         try:

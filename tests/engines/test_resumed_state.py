@@ -1,4 +1,4 @@
-"""What a resumed program has of weights under adapters, optimizer states and dtypes: the values that were saved."""
+"""A resumed program has the weights under adapters, the optimizer states and the dtypes that were saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module has as attributes: optimizers and schedulers are each stepped once, and a head lies in no block."""
+"""Optimizers and schedulers that a module holds are each stepped once, and its output head lies in no block."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _WORKFLOW = Kind(
     "a RolloutWorkflow (an instance, with arun_episode)",
     lambda value: hasattr(value, "arun_episode") and not isinstance(value, type),
 )
-_META = kind_of("a WeightUpdateMeta", WeightUpdateMeta)
+META = kind_of("a WeightUpdateMeta", WeightUpdateMeta)
 
 
 class _AnyWorkflow(Workflow):
@@ -212,7 +212,7 @@ class RemoteInfEngine:
             self._loader = _Paired(dataloader, workflow)
         return batch_of(self.controller.prepare_episodes(self._loader))
 
-    @takes("update_weights()", meta=_META)
+    @takes("update_weights()", meta=META)
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Begin to wait for the weights that ``actor.upload_weights(meta)`` sends."""
         future: Future[None] = Future()

@@ -15,7 +15,7 @@ from torch import Tensor
 import rlcore
 from rlcore.arguments import kind_of, takes
 from rlcore.compat.areal.configuration import FinetuneSpec, OptimizerConfig, PPOActorConfig
-from rlcore.compat.areal.inference_engine import WeightUpdateMeta
+from rlcore.compat.areal.inference_engine import META, WeightUpdateMeta
 from rlcore.engines.sampling.model_folder import check_model_folder
 from rlcore.errors import InvalidInputError, StateError, UnsupportedError
 from rlcore.kernels.losses.interface import LossFn
@@ -150,7 +150,7 @@ class FSDPPPOActor:
             max_tokens_per_micro_batch=self.config.mb_spec.max_tokens_per_mb,
         )
 
-    @takes("upload_weights()", meta=kind_of("a WeightUpdateMeta", WeightUpdateMeta))
+    @takes("upload_weights()", meta=META)
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the weights to the engines that wait for them; their futures end then."""
         if not meta.waiting:
